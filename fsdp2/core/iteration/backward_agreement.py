@@ -37,7 +37,7 @@ from ..group.param import ShardedParam
 from ..group.param_group import GroupState, ParamGroup
 from .call import Call
 from .forward_log import ForwardLog
-from .late_comparison import number_groups, peers_on
+from .late_comparison import EXPECTED, FIX, number_groups, peers_on
 from .unit import Unit
 
 _Key = tuple[int, int, int]
@@ -277,19 +277,15 @@ class Agreement:
         ends = {key for _, order in said for key in order.at_end}
         left_out = {key for _, order in said for key in ends.difference(order.in_graph, order.at_end)}
         first, *others = (order.with_ends(ends) for _, order in said)
-        if any(other != first for other in others) or not all(self._can_join(key, said) for key in left_out):
+        # The backward of some ranks may have no end through another root. And where a custom communicator reduces, no
+        # flags tell the parameters that a rank did not use.
+        can_join = all(order.first == root for root, *_ in left_out for _, order in said) and all(
+            group.gradients.options.comm is None for _, index, _ in left_out for group in self._units[index].groups
+        )
+        if not can_join or any(other != first for other in others):
             self._refuse(dict(said))
         for _, index, place in ends.difference(mine.in_graph, mine.at_end):
             self._units[index].groups[place].gradients.reached = True
-
-    def _can_join(self, key: _Key, said: Iterable[tuple[int, _Order]]) -> bool:
-        """Whether ranks that leave out a group can reduce it with the others at the end of this backward."""
-        root, index, _ = key
-        # The backward of some may have no end through another root. And a custom communicator's buffers have no flags
-        # of the parameters that a rank did not use.
-        return all(order.first == root for _, order in said) and all(
-            group.gradients.options.comm is None for group in self._units[index].groups
-        )
 
     def _refuse(self, orders: Mapping[int, _Order]) -> NoReturn:
         roots = {each.number: each for each in self._peers.roots}
@@ -317,11 +313,8 @@ class Agreement:
             if items
             else "ranks ran units in different orders",
             items=list(items.values()),
-            expected="forward to call the same units in the same order on every rank, "
-            "and each loss to use what they return",
-            fix="make one group of the module around those that some ranks leave out (wrap=None: the whole model), "
-            "or, if only the losses differ, call set_reduce_scatter_unused_params(True) on the root; "
-            "go on after reset_iter_state()",
+            expected=EXPECTED,
+            fix=f"{FIX}; go on after reset_iter_state()",
         )
 
     def _name_of(self, index: int, has_others: bool) -> str:

@@ -33,6 +33,12 @@ from ..group.reduce_plan import NUM_DIGITS, TAG_NUMEL
 from ..group.reduction import Reduction
 from ..plan.mesh import DataParallelMesh
 
+EXPECTED = "forward to call the same units in the same order on every rank, and each loss to use what they return"
+FIX = (
+    "make one group of the module around those that some ranks leave out (wrap=None: the whole model), "
+    "or, if only the losses differ, call set_reduce_scatter_unused_params(True) on the root"
+)
+
 
 class Peers:
     """Ranks that gather and reduce together, and the numbers by which all of them know a root or a group.
@@ -126,12 +132,9 @@ def compare() -> None:
                 f"ranks reduced different units together, {len(items)} times in one backward: "
                 "gradients of that step are wrong",
                 items=items,
-                expected="forward to call the same units in the same order on every rank, "
-                "and each loss to use what they return",
+                expected=EXPECTED,
                 fix="go back to the last checkpoint, because optimizers have written wrong values since, "
-                "and call reset_iter_state(); make one group of the module around those that some ranks leave out "
-                "(wrap=None: the whole model), or, if only the losses differ, "
-                "call set_reduce_scatter_unused_params(True) on the root",
+                f"and call reset_iter_state(); {FIX}",
             )
 
 

@@ -78,6 +78,11 @@ def loss_of(model: nn.Module, pairs: list[Pair], args: argparse.Namespace, devic
     return model(input_ids=inputs, attention_mask=inputs != PAD, labels=labels, use_cache=False).loss
 
 
+def num_tokens(pairs: list[Pair], args: argparse.Namespace) -> int:
+    """How many tokens of first lines a loss is the mean of."""
+    return sum(min(len(summary.encode()) + 1, args.input_length) for _, summary in pairs)
+
+
 def write_pretrained(folder: Path, args: argparse.Namespace) -> None:
     """A folder as one would download it."""
     torch.manual_seed(args.seed)
@@ -124,9 +129,11 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     draw = torch.Generator().manual_seed(args.seed)  # the same on all ranks, so that each can take its part of the batch
     for step in range(1, args.steps + 1):
-        chosen = torch.randint(len(training), (args.batch,), generator=draw).tolist()[rank::world_size]
-        loss = loss_of(model, [training[index] for index in chosen], args, device)
-        loss.backward()
+        batch = [training[index] for index in torch.randint(len(training), (args.batch,), generator=draw).tolist()]
+        own = batch[rank::world_size]
+        # Backward averages over ranks. Each mean weighs as many tokens as it is of, so that every token of the batch counts the same.
+        share = num_tokens(own, args) * world_size / num_tokens(batch, args)
+        (loss_of(model, own, args, device) * share).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

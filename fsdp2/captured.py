@@ -390,7 +390,8 @@ class CapturedStep:
         problems = inspect.exchange(problem or self._alone)
         found = next((rank for rank, each in enumerate(problems) if each is not None), None)
         if found is not None:
-            self._refuse(f"{problems[found]} [rank {found}]" if len(problems) > 1 else str(problems[found]))
+            problem = str(problems[found])
+            self._refuse(problem if all(each == problem for each in problems) else f"on rank {found}, {problem}")
 
     def _refuse(self, reason: str) -> None:
         self._is_refused = True

@@ -21,9 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sections = _sections(_page())
-    words = [word.rpartition(".")[2].strip(":,").casefold() for word in options.words]  # as a traceback has them
-    found = {title: text for title, text in sections.items() if all(word in title.casefold() for word in words)}
-    found = found or {title: text for title, text in sections.items() if all(word in text.casefold() for word in words)}
+    pasted = " ".join(" ".join(options.words).split()).casefold()
+    words = [word.rpartition(".")[2].strip(":,") for word in options.words]  # as a traceback has them
+    whole, part = ([re.compile(rf"{end}{re.escape(word)}{end}", re.IGNORECASE) for word in words] for end in (r"\b", ""))
+    found = {title: text for title, text in sections.items() if any(quoted in pasted for quoted in _quoted(title))}
+    for patterns, has_title in ((whole, True), (part, True), (whole, False), (part, False)):
+        found = found or {
+            title: text for title, text in sections.items() if all(pattern.search(title if has_title else text) for pattern in patterns)
+        }
     if not found:
         raise ArgumentError(
             f"no section about {' '.join(options.words)}",
@@ -38,6 +43,11 @@ def _sections(page: str) -> dict[str, str]:
     """The page's sections by title, which follows an empty line."""
     texts = re.split(r"\n\n(?=#{2,3} )", page)[1:]
     return {text.splitlines()[0].lstrip("# ").replace("`", ""): text.strip() for text in texts}
+
+
+def _quoted(title: str) -> list[str]:
+    """Texts of errors that the title quotes."""
+    return [text.casefold().rstrip(" .") for text in re.findall(r'"([^"]+)"', title)]
 
 
 def _page() -> str:

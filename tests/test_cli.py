@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
+import io
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import fsdp2
 from fsdp2.cli import COMMANDS, NEVER_QUIET, main, parser_for
+from harness import cpu_mesh, on_ranks
 
 
 def status_of(arguments: list[str]) -> int:
@@ -145,6 +155,60 @@ def test_explain_shows_sections_of_the_troubleshooting_page(capsys: Any) -> None
     assert "*Fix*: slice" in capsys.readouterr().out
     assert main(["explain", "fsdp2.errors.MeshError:"]) == 0
     assert main(["explain", "rendezvous"]) == 2  # neither a title nor a text has it
+    capsys.readouterr()
+    assert main(["explain", "nan"]) == 0  # as a word, and not as a part of others
+    assert capsys.readouterr().out.startswith("### The loss is NaN\n")
+
+
+def explained(*words: str) -> list[str]:
+    """The titles of the sections that ``fsdp2 explain`` shows."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(["explain", *words]) == 0, words
+    return re.findall("^#{2,3} (.*)", shown.getvalue(), re.MULTILINE)
+
+
+@on_ranks(2)
+def test_explain_finds_raw_texts_of_torch_as_they_are_pasted() -> None:
+    """These reach the user as they are: torch raises them before it calls anything of fsdp2."""
+    model = fsdp2.fully_shard(nn.Linear(2, 2), mesh=cpu_mesh())
+    impatient = dist.new_group(backend="gloo", timeout=timedelta(milliseconds=300))
+    raised: dict[str, Callable[[], object]] = {
+        "no_sync": lambda: model.no_sync(),
+        "got mixed torch.Tensor and DTensor": lambda: nn.Linear(2, 2).load_state_dict(model.state_dict()),
+    }
+    if dist.get_rank() == 0:
+        raised["Timed out waiting"] = lambda: dist.all_reduce(torch.ones(1), group=impatient)
+    if not dist.is_nccl_available():
+        raised["NCCL built in"] = lambda: dist.new_group(backend="nccl", timeout=timedelta(minutes=1))
+    if not torch.backends.cuda.is_built():
+        raised["not compiled with CUDA"] = lambda: torch.ones(1, device="cuda")
+        with pytest.raises(
+            fsdp2.errors.DeviceError, match=r"the mesh is of cuda devices, and there are none[^?]*init_process_group\(\"gloo"
+        ):
+            fsdp2.fully_shard(nn.Linear(2, 2), mesh=DeviceMesh.from_group(impatient, "cuda", mesh_dim_names=("shard",)))
+    texts = {"Connection closed by peer": "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:2950"}
+    for words, call in raised.items():
+        with pytest.raises((AssertionError, AttributeError, RuntimeError)) as caught:
+            call()
+        texts[words] = f"{type(caught.value).__name__}: {caught.value}"
+    dist.barrier()
+    for words, text in texts.items():
+        for pasted in ([text], text.split()):
+            found = explained(*pasted)
+            assert len(found) == 1, (text, found)
+            assert words.casefold() in found[0].casefold(), text
+
+
+@on_ranks(1)
+def test_python_itself_names_the_method_that_a_misspelt_one_is_like() -> None:
+    model = fsdp2.fully_shard(nn.Linear(2, 2), mesh=cpu_mesh())
+    for name in vars(fsdp2.FSDPModule):
+        if name.startswith(("set_", "reset_", "unshard_")):
+            with pytest.raises(AttributeError) as caught:
+                getattr(model, name[:5] + name[6:])
+            with contextlib.redirect_stderr(io.StringIO()) as shown:
+                sys.__excepthook__(type(caught.value), caught.value, None)
+            assert f"Did you mean: '{name}'?" in shown.getvalue()
 
 
 def test_what_a_script_under_parity_gets_is_what_was_typed(tmp_path: Path, monkeypatch: Any) -> None:

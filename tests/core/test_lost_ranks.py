@@ -175,6 +175,14 @@ def test_a_rank_of_this_host_that_has_not_come_to_fully_shard_is_named() -> None
         pytest.raises(LostRankError, match="rank 2: it has not come to its first fully_shard"),
     ):
         lost_ranks.raise_lost(GONE, "the comparison of models")
+    for local in (environment | {"LOCAL_WORLD_SIZE": "2"}, {}):  # all ranks of this host are here, or nothing tells how many it has
+        with (
+            patch.object(lost_ranks, "_roll", roll),
+            patch.object(lost_ranks, "PATIENCE", 0.0),
+            patch.dict(os.environ, local),
+            pytest.raises(LostRankError, match="no process of this host has ended or is stopped: look at the other hosts"),
+        ):
+            lost_ranks.raise_lost(GONE, "the comparison of models")
     assert dist.get_rank() not in roll.known()
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-from ...errors import ArgumentError, ArgumentTypeError, MeshError, got, message
+from ...errors import ArgumentError, ArgumentTypeError, DeviceError, MeshError, got, message
 from ...torch_names import torch_dtensors, torch_tensors
 from ...user_warnings import warn
 
@@ -258,8 +258,15 @@ def world_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh | DataParallelMesh) -> torch.device:
-    """This rank's device: the current device of the mesh's type."""
-    return torch_tensors.current_device(mesh.device_type)
+    """This rank's device: the current device of the mesh's type. Raises: DeviceError if this torch or host has none"""
+    try:
+        return torch_tensors.current_device(mesh.device_type)
+    except (AssertionError, RuntimeError) as error:
+        raise DeviceError(
+            f"the mesh is of {mesh.device_type} devices, and there are none: {error}",
+            expected="a mesh of devices that this host has, and that this torch was built for",
+            fix='init_process_group("gloo") and init_device_mesh("cpu", ...), or install torch for these devices',
+        ) from error
 
 
 _smaller: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DataParallelMesh]] = weakref.WeakKeyDictionary()

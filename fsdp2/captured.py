@@ -391,7 +391,7 @@ class CapturedStep:
         found = next((rank for rank, each in enumerate(problems) if each is not None), None)
         if found is not None:
             problem = str(problems[found])
-            self._refuse(problem if all(each == problem for each in problems) else f"on rank {found}, {problem}")
+            self._refuse(problem if all(each == problem for each in problems) else f"{problem} [rank {found}]")
 
     def _refuse(self, reason: str) -> None:
         self._is_refused = True

@@ -16,6 +16,7 @@ import logging
 import sys
 import threading
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from .arguments import SWITCH, require
@@ -84,6 +85,15 @@ class Installation(UntilStopped):
         modules = {module.__name__ for module, *_ in self._rebound}
         return f"<fsdp2 in place of torch's FSDP: {len(self._rebound)} names in {len(modules)} modules>"
 
+    def rebind(self, replacements: dict[int, tuple[Any, Any]], homes: Iterable[types.ModuleType]) -> None:
+        """In ``homes``, and in the modules of programs. replacements: by the id of each object: the object, and what replaces it"""
+        for module in dict.fromkeys(homes):
+            self._rebind(replacements, module)
+        loaded: dict[str, Any] = dict(sys.modules)  # programs put other objects than modules there, too
+        for name, module in loaded.items():
+            if isinstance(module, types.ModuleType) and not _stays(name):
+                self._rebind(replacements, module)
+
     def _rebind(self, replacements: dict[int, tuple[Any, Any]], module: types.ModuleType) -> None:
         for name, value in list(vars(module).items()):
             found = replacements.get(id(value))
@@ -126,12 +136,7 @@ def install(*, fsdp1: bool = False, reference: bool = False) -> Installation:
                 replacements |= {id(vars(home)[name]): (vars(home)[name], found[name]) for name in found if name in vars(home)}
             replacements |= {id(vars(ours)[name]): (vars(ours)[name], found[name]) for name in found}
             homes += [ours, importlib.import_module("fsdp2.strategy")]
-        for module in dict.fromkeys([*homes, torch_names.state_module]):
-            installation._rebind(replacements, module)
-        loaded: dict[str, Any] = dict(sys.modules)  # programs put other objects than modules there, too
-        for name, module in loaded.items():
-            if isinstance(module, types.ModuleType) and not _stays(name):
-                installation._rebind(replacements, module)
+        installation.rebind(replacements, [*homes, torch_names.state_module])
         if installation._rebound:
             _installed.append(installation)
             _log.info("%r", installation)

@@ -48,8 +48,9 @@ _WARM = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsd
 _LOOK_S = 0.02
 _END_S = 3.0
 _IDLE_S = 0.05
-"""Seconds that a rank may compute and still wait: its threads look now and then."""
+"""Seconds that a rank may compute and still wait for others: its threads look now and then."""
 _KEPT_NBYTES = 200_000
+_PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def run_ranks(
 
     body:     may be a closure; ``run_script`` runs a script. An exception is printed and ends the rank with status 1
     limit_s:  after so long the ranks are ended; ``RankEnd.stack`` has where each was
-    patience_s: so long all ranks may compute nothing, as ranks do that wait for each other; then they are ended. Linux only
+    patience_s: so long all ranks may want no processor, as ranks do that wait for each other; then they are ended. Linux only
     grace_s:  how long the others have to end by themselves once a rank has failed
     stops_on: exceptions in this process, as by ctrl-C, that end the ranks, and are then ``Ranks.stopped_by`` instead of raised
     env:      of the ranks, above this process's and ``RANK``, ``WORLD_SIZE``, ...; ``OMP_NUM_THREADS`` is 1 unless it says otherwise
@@ -330,12 +331,19 @@ class _Run:
 
 
 def _computed_s(pid: int | None) -> float:
-    """What a process has computed for, its ended children included; 0 where the system does not say."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    """What a process has computed, its ended children included, and how long its main thread has waited for a processor.
+
+    On a busy machine a rank may wait longer than it computes. Other threads look now and then, and wait as well: they do not count.
+    0 where the system does not say.
+    """
+    times, waits = _fields(pid, "stat")[11:15], _fields(pid, "schedstat")[1:2]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK") + sum(map(int, waits)) / 1e9
+
+
+def _fields(pid: int | None, name: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return (_PROC / str(pid) / name).read_text().rpartition(")")[2].split()
+    return []
 
 
 def _environment(rank: int, num_ranks: int, hides_devices: bool) -> dict[str, str]:

@@ -96,7 +96,7 @@ class Unit:
     def __init__(self, modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
         self.modules, self.policy, self.places = modules, policy, dict[tuple[nn.Module, str], Axes]()
         self.waiting: dict[nn.Parameter, Tensor] = {}  # sums of gradients that no backward has averaged yet
-        self.is_synchronized, self.is_replicated, self.fills_unused, self.divide_factor = True, True, False, 0.0  # 0: of ranks
+        self.is_synchronized, self.is_replicated, self.contributes, self.fills_unused, self.divide_factor = True, True, True, False, 0.0
         self.root: Unit | None = None  # the unit that was called first, for which one backward runs
         self.together: dict[nn.Parameter, Unit] = {}  # of a root: all parameters whose gradients are averaged after its backward
         self.earlier: dict[nn.Parameter, Tensor | None] = {}  # of a root in backward: gradients that earlier ones have averaged
@@ -149,7 +149,7 @@ class Unit:
         earlier, self.earlier = self.earlier, {}
         for param, unit in self.together.items():
             unit.cast(back=True)
-            if param.grad is not None:
+            if param.grad is not None and unit.contributes:  # else it is of a stand-in for a batch that this rank lacks
                 new: Any = param.grad  # of tensor parallelism it may be partial sums
                 new = _local(new.redistribute(placements=param.placements) if isinstance(param, DTensor) else new)
                 unit.waiting[param] = unit.waiting.get(param, 0) + new.to(unit.reduce_dtype(param))

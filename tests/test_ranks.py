@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fsdp2.ranks
 from fsdp2 import fully_shard
 from fsdp2.errors import OrderError
 from fsdp2.ranks import OVER, RankEnd, Ranks, _Run, run_ranks
@@ -322,3 +324,28 @@ def test_experts_on_a_mesh_of_their_own_give_the_same_losses_on_64_ranks_as_on_o
     losses = [[float(word) for word in ranks[0].output.split()[1:]] for ranks in (one, many)]
     assert len(losses[0]) == 6
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("waits", "is_stalled"), [(True, False), (False, True)])
+def test_a_rank_that_waits_for_a_processor_does_not_hang(waits, is_stalled, tmp_path, monkeypatch):
+    """A machine on which no rank gets a processor for 40 of 60 seconds, and one on which the ranks want none. The clock is made up."""
+    now = [0.0]
+    run = _Run(2, tmp_path, None)
+    alive = types.SimpleNamespace(pid=7, is_alive=lambda: now[0] < 60, exitcode=None, terminate=lambda: None, join=lambda seconds: None)
+    run._processes = [alive, alive, alive]
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text("7 (a (rank)) S" + " 0" * 40)
+
+    def sleep(seconds):
+        now[0] += 1
+        (tmp_path / "7" / "schedstat").write_text(f"0 {int(1e9 * now[0]) * waits} 3")
+
+    sleep(0)
+    monkeypatch.setattr(fsdp2.ranks, "_PROC", tmp_path)
+    monkeypatch.setattr(fsdp2.ranks, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    run._begin = now[0]
+    try:
+        assert run.wait(None, 20.0, 5.0) is is_stalled
+    finally:
+        for end in (run._life, run._own_life, run._ports, run._port_for_ranks):
+            os.close(end)

@@ -126,8 +126,8 @@ def gradient_scales(
 
 
 @contextlib.contextmanager
-def gradients_heard(params: Iterable[Parameter]) -> Iterator[Projections]:
-    """Inside, the projections of this rank's gradients of ``params`` are added up as autograd computes them."""
+def gradients_heard(params: Iterable[Parameter], counts: Callable[[], bool] = lambda: True) -> Iterator[Projections]:
+    """Inside, the projections of this rank's gradients of ``params`` are added up as autograd computes them, while ``counts()``."""
     computed: Projections = defaultdict(lambda: torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu"))
     with contextlib.ExitStack() as undo:
         for param in params:
@@ -135,7 +135,8 @@ def gradients_heard(params: Iterable[Parameter]) -> Iterator[Projections]:
             if whole is not None and param.sharded.requires_grad:
 
                 def hear(grad: Tensor, param: Parameter = param) -> None:
-                    computed[param] += _projections(param, grad, cut=False)
+                    if counts():
+                        computed[param] += _projections(param, grad, cut=False)
 
                 undo.callback(whole.register_hook(hear).remove)  # type: ignore[no-untyped-call]
         yield computed

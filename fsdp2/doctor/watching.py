@@ -172,6 +172,8 @@ class watch(UntilStopped):  # noqa: N801 (called as a function is)
             for finding in unseen_writes(self._inspected) if close.is_on or had_grad is not self._had_grad else ():
                 self._note_own(finding)
         if close.is_on and torch.is_grad_enabled():
+            if close.backwards.gave and all(param.sharded.grad is None for param in self._params):
+                close.data, close.backwards = [], _Backwards(added=close.backwards.added)  # the step was not taken: another begins
             close.data.append(digest_of((args, kwargs)))
             inputs: list[Tensor] = []
             find_tensors((args, kwargs), inputs)
@@ -214,6 +216,7 @@ class watch(UntilStopped):  # noqa: N801 (called as a function is)
         if close.is_on:
             close.findings += accumulation_switches(self._units)
             close.gradient = sample_of_gradients(self._params)
+            close.backwards.gave = close.gradient is not None
             if close.gradient is not None:
                 close.values, close.step = _some_values(close.gradient[0]), current_step()
             close.backwards.is_through, close.backwards.goes_through = close.backwards.goes_through, False
@@ -419,7 +422,7 @@ class watch(UntilStopped):  # noqa: N801 (called as a function is)
 class _Backwards:
     """Of one step.
 
-    heard:     the losses; accumulates: gradient sync was off in one
+    heard:     the losses; accumulates: gradient sync was off in one; gave: the last one left gradients
     added:     parameters to whose gradients one has added, with which an optimizer had stepped
     continues: the last forward's inputs require gradients; is_through: so did those of the last backward; goes_through: of this one
     """
@@ -427,6 +430,7 @@ class _Backwards:
     heard: list[loss_weights.Heard | None] = field(default_factory=list)
     count: int = 0
     accumulates: bool = False
+    gave: bool = False
     added: list[Parameter] = field(default_factory=list)
     continues: bool = False
     goes_through: bool = False

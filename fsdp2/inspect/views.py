@@ -118,6 +118,7 @@ class Unit:
     all_reduces:     returns False if the user has switched off the all-reduce over replicas, and did not ask to add up shards instead
     on_backward_end: calls its argument at the end of each backward that this unit ends, until the function that it returns is called.
                      The root ends fsdp2's backwards, the unit whose gradients come first torch's: register it on each
+    contributes:     returns False while this rank runs a stand-in for a batch that it does not have, whose gradients are dropped
     """
 
     name: str
@@ -132,6 +133,7 @@ class Unit:
     reduces: Callable[[], bool]
     all_reduces: Callable[[], bool]
     on_backward_end: Callable[[Callable[[], None]], Callable[[], None]]
+    contributes: Callable[[], bool] = lambda: True
 
     @property
     def ranks(self) -> frozenset[int]:

@@ -37,7 +37,7 @@ class Scales:
         self._inputs: list[int | None] = []  # digests, of each forward
         self._accumulates = False  # gradient sync was off in a backward
         self._undo = contextlib.ExitStack()
-        self._computed = self._undo.enter_context(gradients_heard(self.inspected.params))
+        self._computed = self._undo.enter_context(gradients_heard(self.inspected.params, self.inspected.units[0].contributes))
         self._received = received(())
         self._undo.callback(model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         for unit in self.inspected.units:
@@ -48,6 +48,11 @@ class Scales:
             self._undo.callback(setattr, F, name, usual)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._received and all(param.sharded.grad is None for param in self.inspected.params):  # cleared: no step took them
+            self._received = received(())
+            self._num_losses = 0
+            for heard in (self._probes, self._inputs, self._computed):
+                heard.clear()
         self._inputs += [digest_of((args, kwargs))] if torch.is_grad_enabled() else []
 
     def _note(self) -> None:
@@ -76,8 +81,9 @@ class Scales:
         is_zero = values == 0
 
         def hear(grad: Tensor) -> None:
-            self._num_losses += 1
-            probe._hear((grad / share).expand_as(values), is_zero)
+            if self.inspected.units[0].contributes():
+                self._num_losses += 1
+                probe._hear((grad / share).expand_as(values), is_zero)
 
         made.register_hook(hear)  # type: ignore[no-untyped-call]
 

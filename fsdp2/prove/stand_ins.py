@@ -9,30 +9,53 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 import fsdp2
 
 from .. import optim, reference
+from ..agreed.guarded import StepOutcome
 from ..doctor.replicas import digest
+from ..errors import OrderError
 from ..installation import install
 
 
 @contextlib.contextmanager
 def on_the_reference(compute_dtype: torch.dtype | None) -> Iterator[None]:
     """Inside, programs run on ``fsdp2.reference``. compute_dtype: None: as their policies have it"""
-    names: list[tuple[Any, str, Any]] = [(fsdp2, "accumulate", _accumulate), (optim, "flat", _flat), (optim, "offloaded", _flat)]
-    names += [(owner, "share_comm_ctx", lambda *_, **__: None) for owner in (fsdp2, torch.distributed.fsdp)]
-    names += [(owner, "register_fsdp_forward_method", _register) for owner in (fsdp2, torch.distributed.fsdp)]
-    names += [(reference, "compute_dtype", compute_dtype), (torch.distributed.tensor, "DTensor", _PieceOrDTensor)]
-    names += [(reference.Unit, "__init__", _noted), (reference.Axes, "assemble", _assembled)]
-    with contextlib.ExitStack() as undo, install(reference=True):
-        for owner, name, stand_in in names:
+    own: dict[str, Any] = {
+        "accumulate": _accumulate,
+        "uneven": _uneven,
+        "guarded_step": _guarded_step,
+        "park": _nothing,
+        "unpark": _nothing,
+    }
+    shared: dict[str, Any] = {"share_comm_ctx": _nothing, "register_fsdp_forward_method": _register}
+    names: list[tuple[Any, dict[str, Any]]] = [(fsdp2, own | shared), (torch.distributed.fsdp, shared)]
+    names += [(optim, {"flat": _flat, "offloaded": _flat}), (torch.distributed.tensor, {"DTensor": _PieceOrDTensor})]
+    replacements = {}
+    for home, name, means in ((home, name, means) for home, found in names for name, means in found.items()):
+        was = getattr(home, name)
+        setattr(home, name, was)  # fsdp2 looks some up when they are asked for
+        replacements[id(was)] = was, means
+    patches = [
+        (reference, "compute_dtype", compute_dtype),
+        (reference.Unit, "__init__", _noted),
+        (reference.Axes, "assemble", _assembled),
+    ]
+    with contextlib.ExitStack() as undo, install(reference=True) as installation:
+        installation.rebind(replacements, (home for home, _ in names))
+        for owner, name, stand_in in patches:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, stand_in)
         for name, function in (("full_tensor", lambda self, *_, **__: self), ("to_local", _to_local)):
@@ -94,20 +117,114 @@ def settle() -> None:
 
 class _Kind(type(DTensor)):  # type: ignore[misc]
     def __instancecheck__(cls, each: Any) -> bool:
-        return isinstance(each, DTensor) or _axes_of(each) is not None
+        is_asked_by_torch = sys._getframe(1).f_globals.get("__name__", "").split(".")[0] == "torch"  # which treats them as they are
+        return isinstance(each, DTensor) or (not is_asked_by_torch and _axes_of(each) is not None)
 
 
 class _PieceOrDTensor(DTensor, metaclass=_Kind):
     """What programs import as ``DTensor``."""
 
 
+# --- steps --------------------------------------------------------------------------------------------------------------------------
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
 @contextlib.contextmanager
-def _accumulate(model: Any, last: bool = False) -> Iterator[None]:
-    model.set_requires_gradient_sync(last)
+def _with_all(model: nn.Module, **values: bool) -> Iterator[None]:
+    """Set attributes of all units, which are True again afterwards."""
+    units = [each.reference for each in model.modules() if isinstance(each, reference.ReferenceModule)]
+    for unit in units:
+        vars(unit).update(values)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        for unit in units:
+            vars(unit).update(dict.fromkeys(values, True))
+
+
+def _accumulate(model: nn.Module, last: bool = False) -> contextlib.AbstractContextManager[None]:
+    return _with_all(model, is_synchronized=last)
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@contextlib.contextmanager
+def _uneven(model: nn.Module) -> Iterator[Any]:
+    yield _Work(model)
+    if any(each is not None for each in _of_all_ranks(None)):
+        raise OrderError("a rank has left its loop before the others", expected="work.stop()", fix="call it in place of break")
+
+
+class _Work:
+    """Ranks tell each other what they have for a step, and all run as often as the rank with the most: stand-ins do not contribute."""
+
+    stands_in, is_last, scale = False, True, 1.0
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._stops, self._buffers = model, False, list[tuple[Tensor, Tensor]]()
+
+    def __call__(self, loader: Any, *, count: Any = None, micro_batches: int = 1) -> Iterator[Any]:
+        source, kept, self._stops = iter(loader), list[Any](), False
+        while True:
+            own = [] if self._stops else list(itertools.islice(source, micro_batches))
+            counted = math.fsum(1.0 if count is None else float(count(each)) for each in own)
+            rows = _of_all_ranks((len(own), counted, self._stops, own[:1]))
+            if None in rows:
+                raise OrderError("a rank has left its loop before the others", expected="work.stop()", fix="call it in place of break")
+            num_rounds = max(number for number, *_ in rows)
+            if not num_rounds or any(stops for *_, stops, _ in rows):
+                return
+            total = math.fsum(each for _, each, *_ in rows)
+            self.scale = len(rows) / total if total else 0.0
+            kept = kept or next(first for *_, first in rows if first)
+            for number in range(num_rounds):
+                self.stands_in, self.is_last = number >= len(own), number == num_rounds - 1
+                kept = kept if self.stands_in else [own[number]]
+                self._buffers = [(each, each.detach().clone()) for each in self._model.buffers()] if self.stands_in else []
+                with _with_all(self._model, is_synchronized=self.is_last, contributes=not self.stands_in):
+                    yield tree_map(lambda leaf: leaf, kept[0])  # programs change containers
+                self._restore()
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * self.scale).backward()  # type: ignore[no-untyped-call]
+        self._restore()
+
+    def stop(self) -> None:
+        self._stops = True
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+
+
+def _guarded_step(optimizer: Any, *, max_norm: float | None = None, failed: Exception | None = None, scaler: Any = None) -> StepOutcome:
+    """Ranks agree on the largest of 0 (may step), 1 (gradients that are not finite) and 2 (failed)."""
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    norm = fsdp2.get_total_norm([param.grad for param in held if param.grad is not None])
+    mine = 2 if failed is not None else int(not norm.isfinite())
+    numbers = _of_all_ranks(mine)
+    told = norm if max_norm is not None else None
+    if worst := max(numbers):
+        if scaler is not None:
+            scaler.update(scaler.get_scale() if worst == 2 else None)
+        return StepOutcome(False, told, tuple(f"rank {rank}: {each}" for rank, each in enumerate(numbers) if each))
+    if max_norm is not None:
+        fsdp2.clip_grad_norm_(held, max_norm)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    return StepOutcome(True, told)
 
 
 def _flat(optimizer_class: Any, params: Any, policy: Any = None, *, fraction: float = 1.0, **options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plants.user_programs import HSDP, Plant
+from plants.user_programs import GUARDED, HSDP, PARKED, UNEVEN, Plant
 
 POLICY = 'how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}'
 
@@ -176,6 +176,10 @@ HEALTHY = [
             "model": "Block.forward = lambda self, x: x + checkpoint(inner, self, x, use_reentrant=False)\nmodel = Model()",
         },
     ),
+    Plant("ranks with different numbers of batches", "", UNEVEN),
+    Plant("a rank without batches", "", UNEVEN | {"batches": "batches = batches if rank else []"}),
+    Plant("a step that one rank refuses", "", GUARDED),
+    Plant("parked after each step", "", PARKED),
     Plant("examples/tutorial/step1_two_processes.py", "", {}),
     Plant("examples/tutorial/step2_large_models.py", "", {}),
     Plant("examples/clients/experts.py", "", {}, ranks=4),

@@ -5,7 +5,7 @@ Runs on the reference have them as well, and none of their effects: the referenc
 
 from __future__ import annotations
 
-from plants.user_programs import HSDP, Plant
+from plants.user_programs import GUARDED, HSDP, PARKED, UNEVEN, Plant
 
 PATCH = """\
 from fsdp2.core.comm import collectives
@@ -19,12 +19,13 @@ def plant(owner, name):
 
 """
 CLIP = "import fsdp2\nfrom fsdp2 import clip\n"
+ROUNDS = "import fsdp2\nfrom fsdp2.agreed import rounds\n"
 SYNCHRONIZED = {"sync": ""}
 REPLICAS = {"mesh": f"mesh = {HSDP}"}
 
 
 def fault(name: str, words: str, code: str, lines: dict[str, str] | None = None, **rest: int) -> Plant:
-    return Plant(name, words, {"patch": PATCH + code, **(lines or {})}, **rest)
+    return Plant(name, words, {**(lines or {}), "patch": PATCH + code}, **rest)
 
 
 def division(arguments: str) -> str:
@@ -344,5 +345,40 @@ def _(usual, *args):
     return usual(*args)
 calls = []
 """,
+    ),
+    # --- ranks with different numbers of batches, guarded steps, parking ---
+    fault("stand-ins contribute", "gradients", ROUNDS + "rounds.Work._contribute = lambda *_: None\n", UNEVEN),
+    fault(
+        "batches count alike",
+        "loss times",
+        ROUNDS + '@plant(rounds, "_checked_count")\ndef _(usual, value):\n    return 20.0\n',
+        UNEVEN,
+    ),
+    fault(
+        "a rank refuses a step alone",
+        "collectives",
+        "import fsdp2\nfrom fsdp2.agreed import guarded\nguarded.largest_over = lambda axes, mine: mine\n",
+        GUARDED,
+    ),
+    fault(
+        "a guarded step clips twice",
+        "parameters",
+        "import fsdp2\nfrom fsdp2.agreed import guarded\n"
+        '@plant(guarded, "clip_coefficient")\ndef _(usual, *rest):\n    return usual(*rest) ** 2\n',
+        GUARDED | {"step": 'optimizer.param_groups[0]["eps"] = 0.1\n' + GUARDED["step"].replace("1.0", "0.1")},
+    ),
+    fault(
+        "parked shards come back without a piece",
+        "loss",
+        """\
+import fsdp2
+from fsdp2 import parking
+@plant(parking, "_unpark")
+def _(usual, groups, *rest):
+    usual(groups, *rest)
+    with torch.no_grad():
+        groups[0].params[0].sharded.to_local().zero_()
+""",
+        PARKED,
     ),
 ]

@@ -115,7 +115,37 @@ LOCAL_OF = 'pieces = [getattr(param.grad, "_local_tensor", param.grad) for param
 ALL = LOCAL_OF.format("model")
 LOCAL = LOCAL_OF.format("model.blocks")
 HSDP = 'init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))'
-BATCH_NORM = "self.blocks = nn.ModuleList(Block() for _ in range(3))"
+UNEVEN = {
+    "patch": "import fsdp2",
+    "ready": """\
+        def sum_of_losses(logits, targets):
+            # sum
+            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+        def count(batch):
+            return batch[1].numel()
+
+        batches = [tuple(each[: 4 - index % 2] for each in batch(index, 0)) for index in range(3 + 4 * rank)]
+        # batches
+        with fsdp2.uneven(model) as work:
+            for tokens, targets in work(batches, count=count, micro_batches=2):
+                # micro
+                work.backward(sum_of_losses(model(tokens), targets))
+                if work.is_last:
+                    clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                # inside
+        raise SystemExit
+        """,
+}
+"""Rank 1 has four batches more; the first of two steps has three real micro-batches, and the others two."""
+GUARDED = {
+    "patch": "import fsdp2",
+    "clip": "",
+    "step": "outcome = fsdp2.guarded_step(optimizer, max_norm=1.0, failed=ValueError() if step == 1 and rank == 1 else None)",
+}
+PARKED = {"patch": "import fsdp2", "end": "fsdp2.park(model, optimizer)\nfsdp2.unpark(model, optimizer)"}
 
 USER_PLANTS = [
     # --- the divisor of gradients ---
@@ -455,4 +485,26 @@ USER_PLANTS = [
         "collectives none",
         {"end": "if rank == 0:\n    model.head.weight.detach().full_tensor()"},
     ),
+    # --- ranks with different numbers of batches, guarded steps, parking ---
+    Plant(
+        "a rank breaks out of its uneven loop",
+        "run OrderError work.stop()",
+        UNEVEN | {"inside": "if rank == 1 and work.is_last:\n    break"},
+    ),
+    Plant(
+        "a rank runs no stand-ins",
+        "run stands_in",
+        UNEVEN | {"micro": "if work.stands_in:\n    continue"},
+    ),
+    Plant(
+        "the mean of each batch, where tokens are counted",
+        "token-weights",
+        UNEVEN | {"sum": "return mean_loss(logits, targets)"},
+    ),
+    Plant(
+        "one rank alone guards its step",
+        "collectives",
+        GUARDED | {"step": "fsdp2.guarded_step(optimizer) if rank == 0 else optimizer.step()"},
+    ),
+    Plant("nobody brings parked shards back", "run ParkedError", PARKED | {"end": "fsdp2.park(model, optimizer)"}),
 ]

@@ -235,6 +235,7 @@ def _ratio(ours: Whole | None, theirs: Whole | None) -> float | None:
 
 def first_that_ranks_do_not_share(reference: Events) -> Difference | None:
     """On the reference, ranks that average a parameter's gradients all keep the whole parameter: where two first have other values.
+    Ranks of tensor parallelism do so, too, with what it has not cut.
 
     Parameters that no call has count as well, if ranks begin with the same values: experts of ranks do not.
     """

@@ -188,7 +188,7 @@ def _of_equal_ranks(reference: Run | None) -> Statement:
     found = first_that_ranks_do_not_share(reference.events)
     if found is None:
         return Statement("ranks", True, "measured", "on the reference, ranks that average a parameter's gradients keep it the same")
-    fix = "change gradients and parameters, step and clip on all ranks, with the same options"
+    fix = "change gradients and parameters, step and clip on all ranks, with the same options; tensor parallelism needs the same data"
     return Statement("ranks", False, "measured", found.said, fix, step=found.step, names=found.names, ranks=found.ranks)
 
 

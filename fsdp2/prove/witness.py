@@ -16,7 +16,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,13 @@ class Witness(Patient):
         if self._start is not None:
             units = dict.fromkeys(each.reference for each in module.modules() if isinstance(each, ReferenceModule))
             axes = {self._named[id(param)][0]: axes for unit in units for param, axes in unit.params.items()}
+            of_tensors = [
+                group for _, param in self._named.values() if isinstance(param, DTensor) for group in param.device_mesh.get_all_groups()
+            ]
             peers = {name: _peers(each) for name, each in axes.items()}
+            for name, param in self._named.values():
+                if name in peers:
+                    peers[name] += [dist.get_process_group_ranks(group) for group in _copied_over(param, dict.fromkeys(of_tensors))]
             widest = max(axes.values(), key=lambda each: each.size, default=None)
             alone = [name for name, each in self._named.values() if name not in axes and each.requires_grad]
             self._tell("peers", 1, peers=peers | ({} if widest is None else dict.fromkeys(alone, _peers(widest))), alone=alone)
@@ -256,6 +262,14 @@ class Witness(Patient):
 def _peers(axes: Axes) -> list[list[int]]:
     """The ranks of each process group over which gradients are averaged."""
     return [dist.get_process_group_ranks(group) for group in axes.shard + axes.replicate]
+
+
+def _copied_over(param: Tensor, groups: Iterable[Any]) -> Iterable[Any]:
+    """Those process groups of tensor parallelism whose ranks all have ``param``, or the same piece of it."""
+    if not isinstance(param, DTensor):
+        return groups
+    both = zip(param.device_mesh.get_all_groups(), param.placements, strict=True)
+    return [group for group, placement in both if placement.is_replicate()]
 
 
 class _Places(Listener):

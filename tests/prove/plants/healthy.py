@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plants.user_programs import GUARDED, HSDP, PARKED, UNEVEN, Plant
+from plants.user_programs import GUARDED, HSDP, PARKED, TEACHER, TENSOR_PARALLEL, UNEVEN, Plant
 
 POLICY = 'how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}'
 
@@ -176,6 +176,8 @@ HEALTHY = [
             "model": "Block.forward = lambda self, x: x + checkpoint(inner, self, x, use_reentrant=False)\nmodel = Model()",
         },
     ),
+    Plant("tensor parallelism", "", TENSOR_PARALLEL, ranks=4),
+    Plant("a teacher that averages the student", "", TEACHER),
     Plant("ranks with different numbers of batches", "", UNEVEN),
     Plant("a rank without batches", "", UNEVEN | {"batches": "batches = batches if rank else []"}),
     Plant("a step that one rank refuses", "", GUARDED),

@@ -115,6 +115,28 @@ LOCAL_OF = 'pieces = [getattr(param.grad, "_local_tensor", param.grad) for param
 ALL = LOCAL_OF.format("model")
 LOCAL = LOCAL_OF.format("model.blocks")
 HSDP = 'init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))'
+TENSOR_PARALLEL = {
+    "patch": "import fsdp2\nfrom torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
+    "data": "generator = torch.Generator().manual_seed(1000 * step + 100 * micro + mesh.get_local_rank())",
+    "mesh": 'axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))\nmesh = axes["data"]',
+    "how": """\
+        how = {"mesh": mesh}
+        for block in model.blocks:
+            parallelize_module(block, axes["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        """,
+    "dropout": "torch.manual_seed(1 + mesh.get_local_rank())",
+    "clip": "fsdp2.clip_grad_norm_(model.parameters(), 1.0)",
+}
+TEACHER = {
+    "model": "model = Model()\nstudent, teacher = list(model.parameters()), copy.deepcopy(model).eval()",
+    "sharded": "student = list(model.parameters())",
+    "loss": "loss = (mean_loss(logits, targets) + F.mse_loss(logits, teacher(tokens).detach())) / 2",
+    "end": """\
+        with torch.no_grad():
+            for kept, param in zip(teacher.parameters(), student):
+                kept.lerp_(param.full_tensor() if hasattr(param, "full_tensor") else param, 0.5)
+        """,
+}
 UNEVEN = {
     "patch": "import fsdp2",
     "ready": """\
@@ -375,10 +397,10 @@ USER_PLANTS = [
     ),
     Plant(
         "a penalty on this rank's shard",
-        "used-outside-forward head.weight",
+        "used-outside-forward blocks.0.up.weight",
         {
-            "loss": 'shard = getattr(model.head.weight, "_local_tensor", model.head.weight)\n'
-            'shard = model.head.weight.to_local() if hasattr(model.head.weight, "to_local") else shard\n'
+            "loss": 'shard = getattr(model.blocks[0].up.weight, "_local_tensor", model.blocks[0].up.weight)\n'
+            'shard = model.blocks[0].up.weight.to_local() if hasattr(model.blocks[0].up.weight, "to_local") else shard\n'
             "loss = mean_loss(logits, targets) / 2 + 1e-2 * shard.square().sum()"
         },
     ),
@@ -507,4 +529,18 @@ USER_PLANTS = [
         GUARDED | {"step": "fsdp2.guarded_step(optimizer) if rank == 0 else optimizer.step()"},
     ),
     Plant("nobody brings parked shards back", "run ParkedError", PARKED | {"end": "fsdp2.park(model, optimizer)"}),
+    # --- tensor parallelism; a teacher that is an average of the student ---
+    Plant(
+        "ranks of tensor parallelism have different data",
+        "ranks embedding.weight",
+        TENSOR_PARALLEL | {"data": "generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)"},
+        ranks=4,
+    ),
+    Plant(
+        "ranks of tensor parallelism drop different elements",
+        "ranks embedding.weight",
+        TENSOR_PARALLEL | {"dropout": "torch.manual_seed(1 + rank)"},
+        ranks=4,
+    ),
+    Plant("a teacher averages what fully_shard has replaced", "loss", {**TEACHER, "sharded": ""}),
 ]

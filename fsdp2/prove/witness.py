@@ -142,9 +142,11 @@ class Witness(Patient):
                 group for _, param in self._named.values() if isinstance(param, DTensor) for group in param.device_mesh.get_all_groups()
             ]
             peers = {name: _peers(each) for name, each in axes.items()}
-            for name, param in self._named.values():
+            for name, each_param in self._named.values():
                 if name in peers:
-                    peers[name] += [dist.get_process_group_ranks(group) for group in _copied_over(param, dict.fromkeys(of_tensors))]
+                    peers[name] += [
+                        dist.get_process_group_ranks(group) for group in _copied_over(each_param, dict.fromkeys(of_tensors))
+                    ]
             widest = max(axes.values(), key=lambda each: each.size, default=None)
             alone = [name for name, each in self._named.values() if name not in axes and each.requires_grad]
             self._tell("peers", 1, peers=peers | ({} if widest is None else dict.fromkeys(alone, _peers(widest))), alone=alone)

@@ -103,9 +103,12 @@ def storages_of(group: Any) -> list[torch.UntypedStorage]:
 
 def check_nothing_is_left(model: Any) -> None:
     for group in groups_of(model):
+        assert (group.gathering is None) == (group.state is not GroupState.UNSHARDING)
         unsharded = group.unsharded
         if group.state is GroupState.SHARDED and unsharded is not None:
             assert sum(storage.nbytes() for storage in storages_of(group)) == 0
+        if group.state is GroupState.RESHARDED and not group.plan.has_own_memory:
+            assert unsharded.storage.nbytes() == 0
 
 
 def check_limits(name: str, num_limits: int) -> None:

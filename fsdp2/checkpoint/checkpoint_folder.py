@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..durable import replaced_file, sync_folder
-from .dcp_read import METADATA
+from .dcp_read import METADATA, read_metadata
 from .failures import failure
 
 WAIT_S = 30.0
@@ -287,7 +287,30 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def step_of(checkpoint: Path) -> int:
+    return _order(checkpoint)[0]
+
+
 def _order(path: Path) -> tuple[int, int]:
     match = _STEP.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
+
+
+class Store:
+    """A folder that all ranks see.
+
+    leader:    the rank that creates and removes checkpoints in it
+    is_locked: whether it is ours to write to
+    """
+
+    def __init__(self, folder: CheckpointFolder, rank: int, leader: int = 0) -> None:
+        self.folder = folder
+        self.leader = leader
+        self.leads = rank == leader
+        self.is_locked = False
+
+    def complete(self, into: Path) -> None:
+        """After all ranks have written to ``into``. Raises: CheckpointError"""
+        if self.leads:
+            read_metadata(into)  # refuses files that are not there: other ranks may have written to folders of their own

@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,11 +42,12 @@ from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, short
 from ..hangs.joint_calls import joint
 from ..inspect import at_disk
 from ..torch_names import torch_collectives
-from .checkpoint_folder import CheckpointFolder
-from .checkpointer_load import Restored, read_state
-from .dcp_read import pack, read_metadata, unpack
+from .checkpoint_folder import CheckpointFolder, Store, step_of
+from .checkpointer_load import Restored, files_to_read, read_state
+from .dcp_read import pack, unpack
 from .dcp_write import DigestingWriter, LatePlanner
 from .failures import failure, from_rank_0, on_every_rank, tried
+from .host_memory import HostMemory, Kept
 from .model_tensors import checked_model
 from .training_state import (
     Spare,
@@ -79,6 +82,7 @@ _DATA = Kind(
 )
 
 
+_MEMORY = Kind(lambda value: SWITCH.holds(value) or PATH.holds(value), "True, False, or a folder in memory", "True")
 _CHECKPOINT = Kind(PATH.or_none.holds, "the name or the path of a checkpoint, or None for the latest", '"step_000100"')
 
 
@@ -90,12 +94,14 @@ class Resumed:
     path:            of the checkpoint
     world_size:      of the run that saved it
     random_restored: whether the random number generators continue; False if the number of ranks changed
+    source:          "memory" for a checkpoint that ``keep`` made, else "disk"
     """
 
     step: int
     path: Path
     world_size: int
     random_restored: bool
+    source: str = "disk"
 
 
 class Checkpointer:
@@ -106,6 +112,8 @@ class Checkpointer:
     data:          each rank's position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict
     keep_last:     how many checkpoints to keep; None for all. While one is being written there is one more
     asynchronous:  False: ``save`` returns when the checkpoint is complete
+    memory:        where ``keep`` puts checkpoints that outlive the processes: True for shared memory of each host, until the process
+                   that started this one ends (torchrun's agent) or this is closed; or a folder in memory
     process_group: the ranks that train this model; None: all
 
     On the same number of ranks, a resumed run continues bit for bit; buffers that differ between ranks (batch norm's
@@ -113,8 +121,10 @@ class Checkpointer:
     buffers are rank 0's; the data position continues if it was equal on all ranks, else ``load`` raises an error;
     random number generators keep the program's seeds.
 
-    Memory:     during ``load``, and from the first ``save`` until ``close`` or the next ``load``, a copy of this rank's shards of
-                model and optimizer in host memory; without ``asynchronous``, saving copies none that are there already
+    Memory:     during ``load``, and from the first ``save`` or ``keep`` until ``close`` or the next ``load``, a copy of this
+                rank's shards of model and optimizer in host memory; without ``asynchronous``, saving copies none that are
+                there already. In ``memory`` one more of them, and with several hosts one of another rank's; twice that while
+                ``keep`` replaces them
     Collective: the constructor and all methods, over ``process_group``; the constructor makes a gloo group
     Raises:     CheckpointError on every rank, with the earlier checkpoints unchanged
 
@@ -136,6 +146,7 @@ class Checkpointer:
         data: Stateful | MutableMapping[str, Any] | None = None,
         keep_last: int | None = 2,
         asynchronous: bool = True,
+        memory: bool | str | os.PathLike[str] = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         def check() -> tuple[nn.Module, Path]:
@@ -144,6 +155,7 @@ class Checkpointer:
             require("Checkpointer", _DATA.or_none, data=data)
             require("Checkpointer", COUNT.or_none, keep_last=keep_last)
             require("Checkpointer", SWITCH, asynchronous=asynchronous)
+            require("Checkpointer", _MEMORY, memory=memory)
             return checked_model(model, "Checkpointer"), Path(folder)
 
         require("Checkpointer", PROCESS_GROUP.or_none, process_group=process_group)
@@ -152,21 +164,26 @@ class Checkpointer:
         self._scheduler = scheduler
         self._data = data
         self._asynchronous = asynchronous
-        self._folder = CheckpointFolder(path, keep_last)
         self._process_group = process_group
         self._group = borrow_group(process_group)
+        self._disk = Store(CheckpointFolder(path, keep_last), dist.get_rank(self._group))
+        self._memory = HostMemory(memory, self._group) if memory is not False else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
         self._spare: Spare = {}  # of the last asynchronous save; in use while that is pending
         self._closed = False
-        self._locked = False  # whether the folder is ours to write to
         # An object that the user forgets to close must not lock other runs out; the thread holds the object until a save is written.
-        weakref.finalize(self, self._folder.unlock).atexit = False  # the lock ends with the process
+        for store in self._stores:
+            weakref.finalize(self, store.folder.unlock).atexit = False  # the lock ends with the process
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that save and load together; None: all."""
         return self._process_group
+
+    @property
+    def _stores(self) -> list[Store]:
+        return [self._disk] if self._memory is None else [self._disk, self._memory]
 
     # --- saving ---
 
@@ -177,13 +194,30 @@ class Checkpointer:
         step:   counts from 0
         Raises: CheckpointError, also from the earlier save
         """
+        self._save(step, self._disk)
+
+    @joint
+    def keep(self, step: int) -> None:
+        """Like ``save``, into the hosts' memory, where it replaces the checkpoint before it. It outlives processes, and with
+        several hosts the loss of one; ``load`` finds it if it is newer than the latest on disk.
+
+        Raises: CheckpointError, also from an earlier save; OrderError without ``memory=``
+        """
+        if self._memory is None:
+            raise OrderError(
+                "this Checkpointer has no memory to keep checkpoints in", expected="memory=True", fix="create it with that"
+            )
+        self._save(step, self._memory)
+
+    def _save(self, step: int, store: Store) -> None:
         self.wait()
         with torch.inference_mode(False), torch.no_grad():
-            state = self._state_of_every_rank(step)
-        if not self._locked:
-            from_rank_0(self._group, f"cannot save step {step} in {self._folder.path}", self._folder.lock)
-            self._locked = True
-        self._pending = self._thread.submit(at_disk()(self._write), state, step)
+            state = self._state_of_every_rank(step, store)
+        if not store.is_locked:
+            what = f"cannot save step {step} in {store.folder.path}"
+            on_every_rank(self._group, what, lambda: store.folder.lock() if store.leads else None)
+            store.is_locked = True
+        self._pending = self._thread.submit(at_disk()(self._write), state, step, store)
         del state  # the thread drops it when it is written
         if not self._asynchronous:
             self.wait()
@@ -196,9 +230,9 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def _state_of_every_rank(self, step: int) -> dict[str, Any]:
+    def _state_of_every_rank(self, step: int, store: Store) -> dict[str, Any]:
         """This rank's state. Collective: yes. Raises: the error of a rank, or ArgumentError if ranks pass different steps"""
-        state, problem = tried(f"cannot save step {step} in {self._folder.path}", lambda: self._state(step))
+        state, problem = tried(f"cannot save step {step} in {store.folder.path}", lambda: self._state(step))
         steps = agree(self._group, problem, step)
         if len(set(steps)) > 1:
             raise ArgumentError(
@@ -228,40 +262,41 @@ class Checkpointer:
         return state
 
     @torch.no_grad()  # of a thread's own; with it a DTensor's local tensor would cost a node of autograd each time
-    def _write(self, state: dict[str, Any], step: int) -> None:
+    def _write(self, state: dict[str, Any], step: int, store: Store) -> None:
         """Write ``state``, in the thread. No other thread uses our process group meanwhile."""
-        folder, what = self._folder, f"cannot save step {step} in {self._folder.path}"
+        folder, what = store.folder, f"cannot save step {step} in {store.folder.path}"
         parts: dict[str, Any] = {name: state[name] for name in ("model", "optimizer") if name in state}
         rank = dist.get_rank(self._group)
-        told: list[tuple[str, dict[Any, bytes]]] = []  # of each rank; rank 0 names the folder
+        told: list[tuple[str, dict[Any, bytes]]] = []  # of each rank; leaders name the folder
 
         def own_state() -> dict[str, Any]:
             own = take_per_rank_values(parts, [digests for _, digests in told], rank)
             return {"own": {f"rank_{rank}": pack(own, "what differs between the ranks")}} if own else {}
 
         def prepare() -> tuple[tuple[str, dict[Any, bytes]], DigestingWriter, LatePlanner]:
-            name = folder.begin().name if rank == 0 else ""
+            name = folder.begin().name if store.leads else ""
             return (name, value_digests(parts)), DigestingWriter(folder.path), LatePlanner(own_state)
 
         def write(writer: DigestingWriter, planner: LatePlanner) -> None:
-            into = folder.path / told[0][0]  # a rank may see the folder at another path
+            into = folder.path / told[store.leader][0]  # a rank may see the folder at another path
             dcp_save(state, checkpoint_id=into, storage_writer=writer, planner=planner, process_group=self._group)
-            if rank == 0:  # DCP knows that every rank has written all of it
-                read_metadata(into)  # refuses files that are not there: other ranks may have written to folders of their own
+            store.complete(into)  # DCP knows that every rank has written all of it
+            if store.leads:
                 folder.commit(step)
 
         unpruned: FSDPError | None = None
         try:
             prepared, problem = tried(what, prepare)
             told += agree(self._group, problem, prepared[0][0] if prepared else ("", {}))
-            _, problem = tried(what, lambda: write(*prepared[0][1:]))
-            if problem is None and rank == 0:
+            on_every_rank(self._group, what, lambda: write(*prepared[0][1:]))
+            if store.leads:
                 _, unpruned = tried(f"step {step} is saved, but earlier ones in {folder.path} cannot be removed", folder.prune)
-            unpruned, *_ = agree(self._group, problem, unpruned)
+            unpruned = next(filter(None, agree(self._group, None, unpruned)), None)
         except LostRankError:
             raise  # the next save removes what there is
         except FSDPError:
-            from_rank_0(self._group, f"{what}, nor remove what there is of it", folder.discard)
+            discarded = f"{what}, nor remove what there is of it"
+            on_every_rank(self._group, discarded, lambda: folder.discard() if store.leads else None)
             raise
         if unpruned is not None:
             raise unpruned
@@ -269,25 +304,48 @@ class Checkpointer:
     # --- loading ---
 
     def latest(self) -> Path | None:
-        """The latest complete checkpoint, as rank 0 sees it; None if there is none. Waits for the current save."""
+        """The latest complete checkpoint; None if there is none. Waits for the current save."""
         self.wait()
-        found = from_rank_0(self._group, f"cannot read {self._folder.path}", self._folder.latest)
-        return None if found is None else self._folder.path / found.name  # a rank may see the folder at another path
+        kept, found = self._latest()
+        if kept is not None and self._memory is not None:
+            return self._memory.folder.path / kept.names.get(self._memory.leader, f"step_{kept.step:06d}")
+        return None if found is None else self._disk.folder.path / found.name  # a rank may see the folder at another path
+
+    def _latest(self) -> tuple[Kept | None, Path | None]:
+        """The checkpoint in memory, if it is at least as new as that on disk, and the one on disk, as rank 0 sees it."""
+        path = self._disk.folder.path
+        found = from_rank_0(self._group, f"cannot read {path}", self._disk.folder.latest)
+        kept = self._memory.newest() if self._memory is not None else None
+        if kept is None or (found is not None and step_of(found) > kept.step):
+            return None, found
+        if kept.missing and dist.get_rank(self._group) == 0:
+            warnings.warn(
+                f"step {kept.step} was kept in memory and cannot be loaded: {short(kept.missing)} were on hosts that are lost, and so "
+                f"were their copies. Going on from {found or 'the start: there is no checkpoint on disk'}",
+                stacklevel=4,
+            )
+        return None if kept.missing else kept, found
 
     @joint
     def load(self, checkpoint: str | os.PathLike[str] | None = None, *, verify: bool = False) -> Resumed:
         """Resume from a checkpoint. Every rank reads and checks its whole state before it changes anything.
 
-        checkpoint: a folder, or the name of one in ours; None: the latest
-        verify:     compare the files with their digests first; the ranks share the work
+        checkpoint: a folder, or the name of one in ours; None: the latest, in memory if that is at least as new as the one on disk
+        verify:     compare the files on disk with their digests first; the ranks share the work
         Memory:     copies of this rank's shards in host memory: model and optimizer, then the model twice
         Raises:     CheckpointError on every rank, with everything but the data position unchanged
         """
         self.wait()
         self._spare.clear()
-        path = self._folder.path / from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
+        kept = self._latest()[0] if checkpoint is None else None
+        model, optimizer, given = self._model, self._optimizer, self._given()
         with torch.inference_mode(False), torch.no_grad(), at_disk():
-            restored = read_state(path, self._group, self._model, self._optimizer, self._given(), verify)
+            if kept is not None and self._memory is not None:
+                path = self._memory.fetch(kept, lambda path: files_to_read(path, self._group, model, optimizer, given))
+            else:
+                folder = self._disk.folder.path
+                path = folder / from_rank_0(self._group, f"cannot read {folder}", lambda: self._find(checkpoint))
+            restored = read_state(path, self._group, model, optimizer, given, verify and kept is None, kept is None)
             what, undo = f"cannot go on from {path}", list[Callable[[], object]]()
             try:
                 on_every_rank(self._group, what, lambda: self._restore(restored, undo))
@@ -297,28 +355,30 @@ class Checkpointer:
                     with contextlib.suppress(Exception):  # the first error is the one to report
                         each()
                 raise
-        return Resumed(restored.step, path, restored.world_size, restored.random is not None)
+        source = "disk" if kept is None else "memory"
+        return Resumed(restored.step, path, restored.world_size, restored.random is not None, source)
 
     def _find(self, checkpoint: str | os.PathLike[str] | None) -> Path:
         """The folder of ``checkpoint``, by its name in our folder or by its path; None: the latest."""
         require("Checkpointer.load", _CHECKPOINT, checkpoint=checkpoint)
+        folder = self._disk.folder
         if checkpoint is not None:
             for found in (Path(checkpoint), Path(os.path.abspath(checkpoint))):
-                if (self._folder.path / found).exists():
+                if (folder.path / found).exists():
                     return found
             raise failure(
-                f"there is no checkpoint {os.fspath(checkpoint)!r}: {self._folder.path / checkpoint} is no folder",
-                expected=f"a path, or one of {short([each.name for each in self._folder.checkpoints()])} in {self._folder.path}",
+                f"there is no checkpoint {os.fspath(checkpoint)!r}: {folder.path / checkpoint} is no folder",
+                expected=f"a path, or one of {short([each.name for each in folder.checkpoints()])} in {folder.path}",
                 fix="name one of these, or none for the latest",
-                file=self._folder.path / checkpoint,
+                file=folder.path / checkpoint,
             )
-        latest = self._folder.latest()
+        latest = folder.latest()
         if latest is None:
             raise failure(
-                f"there is no checkpoint in {self._folder.path}",
+                f"there is no checkpoint in {folder.path}",
                 expected="a checkpoint that a save completed",
                 fix="start from scratch, or name another folder",
-                file=self._folder.path,
+                file=folder.path,
             )
         return Path(latest.name)
 
@@ -360,7 +420,10 @@ class Checkpointer:
     # --- the end ---
 
     def close(self) -> None:
-        """Wait for the current save and end this checkpointer: other methods then raise an error. May be called twice."""
+        """Wait for the current save and end this checkpointer: other methods then raise an error. May be called twice.
+
+        What ``memory=True`` keeps is freed, except while an error is on its way out.
+        """
         if self._closed:
             return
         try:
@@ -370,7 +433,10 @@ class Checkpointer:
             self._thread.shutdown()
             self._spare.clear()
             give_back(self._group, self._process_group)
-            self._folder.unlock()
+            for store in self._stores:
+                store.folder.unlock()
+            if self._memory is not None and sys.exc_info()[0] is None:
+                self._memory.remove()
 
     def __enter__(self) -> Checkpointer:
         return self

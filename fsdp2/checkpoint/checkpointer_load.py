@@ -49,26 +49,38 @@ def read_state(
     optimizer: Optimizer | None,
     given: AbstractSet[str],
     verify: bool,
+    has_all_files: bool = True,
 ) -> Restored:
     """Read all that model, optimizer and ``given`` ("scheduler", "data") need.
 
-    verify:     compare the files with their digests before
-    Collective: yes, over ``process_group``
-    Memory:     this rank's shards of model and optimizer, in host memory
-    Raises:     CheckpointError, on every rank, with nothing changed
+    verify:        compare the files with their digests before
+    has_all_files: False: those that this rank does not need may be missing
+    Collective:    yes, over ``process_group``
+    Memory:        this rank's shards of model and optimizer, in host memory
+    Raises:        CheckpointError, on every rank, with nothing changed
     """
 
     def read() -> Restored:
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if verify:
             compared(path, "dcp", dcp_parts([path]), (rank, world_size))
-        metadata = read_metadata(path)
-        reading = _Reading(path, metadata, rank, world_size)
+        reading = _Reading(path, read_metadata(path, has_all_files), rank, world_size)
         reading.prepare(model, optimizer, given)
         reading.read()
         return reading.result(model, optimizer)
 
     return on_every_rank(process_group, f"cannot read {path}", read)
+
+
+def files_to_read(
+    path: Path, process_group: dist.ProcessGroup, model: nn.Module, optimizer: Optimizer | None, given: AbstractSet[str]
+) -> set[str]:
+    """The names of the files that ``read_state`` reads on this rank. Collective: no. Raises: CheckpointError"""
+    metadata = read_metadata(path, has_all_files=False)
+    reading = _Reading(path, metadata, dist.get_rank(process_group), dist.get_world_size(process_group))
+    reading.prepare(model, optimizer, given)
+    chunks, pieces = DcpChunks(path, metadata), {key: own_pieces(value) for key, value in reading.flat.items() if value is not None}
+    return set().union(*(chunks.files(key, [each.box for each in pieces[key]] if key in pieces else None) for key in reading.flat))
 
 
 class _Reading:

@@ -19,7 +19,7 @@ import itertools
 import math
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,11 @@ class _MetadataUnpickler(BoundedUnpickler):
         return True
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path, has_all_files: bool = True) -> Metadata:
     """The metadata of a complete checkpoint, all of whose files exist and are long enough.
 
-    Raises: CheckpointError
+    has_all_files: False: files may be missing, on other hosts
+    Raises:        CheckpointError
     """
     path = folder / METADATA
     if not path.is_file():
@@ -117,7 +118,7 @@ def read_metadata(folder: Path) -> Metadata:
         raise failure(f"{path} cannot be read: {error}", expected="metadata as dcp.save writes it", file=path) from error
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}
     broken = sorted(name for name, (nbytes, _) in wanted.items() if (sizes[name] or 0) < nbytes)
-    if broken:
+    if broken and has_all_files:
         whys = {name: "is missing" if sizes[name] is None else f"has {sizes[name]} bytes of {wanted[name][0]}" for name in broken}
         raise failure(
             f"{folder} has {len(broken)} files that are missing or cut short",
@@ -335,6 +336,14 @@ class DcpChunks:
         with readable(path, key), open_regular(path) as file:
             file.seek(info.offset)
             return file.read(info.length)
+
+    def files(self, key: str, boxes: Sequence[Box] | None = None) -> set[str]:
+        """The names of the files with a value, or with these parts of a tensor."""
+        entry = self._metadata.state_dict_metadata[key]
+        if not isinstance(entry, TensorStorageMetadata) or boxes is None:
+            return {info.relative_path for (name, _), info in self._infos.items() if name == key}
+        places = [place for place in map(box_of, entry.chunks) if any(place.intersect(box).numel for box in boxes)]
+        return {self._info(key, place.start).relative_path for place in places}
 
     def _tensor(self, key: str) -> Assembled:
         entry = self._metadata.state_dict_metadata[key]

@@ -304,6 +304,8 @@ class Store:
     is_locked: whether it is ours to write to
     """
 
+    num_hosts = 1
+
     def __init__(self, folder: CheckpointFolder, rank: int, leader: int = 0) -> None:
         self.folder = folder
         self.leader = leader

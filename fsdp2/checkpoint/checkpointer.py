@@ -288,10 +288,12 @@ class Checkpointer:
         try:
             prepared, problem = tried(what, prepare)
             told += agree(self._group, problem, prepared[0][0] if prepared else ("", {}))
-            on_every_rank(self._group, what, lambda: write(*prepared[0][1:]))
-            if store.leads:
+            _, problem = tried(what, lambda: write(*prepared[0][1:]))
+            if store.num_hosts > 1:  # none removes the checkpoint before until every one has this one
+                agree(self._group, problem, None)
+            if problem is None and store.leads:
                 _, unpruned = tried(f"step {step} is saved, but earlier ones in {folder.path} cannot be removed", folder.prune)
-            unpruned = next(filter(None, agree(self._group, None, unpruned)), None)
+            unpruned = next(filter(None, agree(self._group, problem, unpruned)), None)
         except LostRankError:
             raise  # the next save removes what there is
         except FSDPError:

@@ -86,6 +86,7 @@ class HostMemory(Store):
         self._hosts: dict[int, list[int]] = {}
         for rank, leader in enumerate(leaders):
             self._hosts.setdefault(leader, []).append(rank)
+        self.num_hosts = len(self._hosts)
 
     def _leaders_in(self, path: Path) -> list[int]:
         """Of each rank, the lowest one that sees the same folder."""

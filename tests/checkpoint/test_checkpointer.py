@@ -289,8 +289,8 @@ def test_only_one_save_is_under_way(tmp_path: Path) -> None:
     events: list[str] = []
     write, take = Checkpointer._write, Checkpointer._state
 
-    def recording_write(self: Checkpointer, state: dict[str, Any], step: int) -> None:
-        write(self, state, step)
+    def recording_write(self: Checkpointer, state: dict[str, Any], step: int, store: Any) -> None:
+        write(self, state, step, store)
         events.append(f"wrote {step}")
 
     def recording_take(self: Checkpointer, step: int) -> dict[str, Any]:
@@ -323,11 +323,11 @@ def test_memory_is_one_copy_of_the_shards_that_every_save_writes_to(tmp_path: Pa
     copies: list[dict[int, int]] = []
     write = Checkpointer._write
 
-    def counting_write(self: Checkpointer, state: dict[str, Any], step: int) -> None:
+    def counting_write(self: Checkpointer, state: dict[str, Any], step: int, store: Any) -> None:
         tensors = [*state["model"].values(), *(each for values in state["optimizer"]["state"].values() for each in values.values())]
         local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
         copies.append({each.data_ptr(): each.untyped_storage().nbytes() for each in local})
-        write(self, state, step)
+        write(self, state, step, store)
 
     saved = []
     with patch.object(Checkpointer, "_write", counting_write):

@@ -13,11 +13,12 @@ TOOLS := constraints/tools.txt
 # What depends on torch, for a second version in CI.
 PARTS := numerics composition core behaviour extensions meshes compat compile optim activations/test_checkpointing.py test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
 
-.PHONY: help demo docs test test-slow test-full test-clients test-parts test-versions fuzz gpu check release-check bench clean
+.PHONY: help demo elastic docs test test-slow test-full test-clients test-parts test-versions fuzz gpu check release-check bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a small language model, sharded over two processes"
+	@echo "make elastic     kill ranks of a training for two minutes; it goes on from checkpoints in memory"
 	@echo "make test        all tests but the slow ones"
 	@echo "make test-slow   the slow ones"
 	@echo "make test-full   those that CI has no time for"
@@ -47,6 +48,9 @@ endif
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} KINETO_LOG_LEVEL=6 TORCH_CPP_LOG_LEVEL=ERROR \
 	    $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/train_lm.py --inspect
+
+elastic: $(INSTALLED)
+	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python examples/elastic/run.py --seconds 120
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not full"

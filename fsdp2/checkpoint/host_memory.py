@@ -32,6 +32,7 @@ from .checkpoint_folder import CheckpointFolder, Store, step_of
 from .dcp_read import METADATA
 from .digests import DIGESTS, read_digests
 from .failures import on_every_rank, tried
+from .file_reading import bytes_of
 
 _PIECE_NBYTES = 16 << 20
 """Of each file, how many bytes are under way to another host at a time."""
@@ -210,7 +211,7 @@ def _moved(
     move: Callable[[Path, memoryview, int], None], folder: Path, transfers: Sequence[_Transfer], at: int, buffer: Tensor
 ) -> OSError | None:
     """The pieces from byte ``at`` on, between files and ``buffer``. Returns an error: the other ranks wait in the next collective."""
-    left = memoryview(buffer.numpy())
+    left = bytes_of(buffer)
     try:
         for each in transfers:
             piece, left = left[: each.length(at)], left[each.length(at) :]

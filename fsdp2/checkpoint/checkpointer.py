@@ -18,7 +18,6 @@ import contextlib
 import copy
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +41,7 @@ from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, short
 from ..hangs.joint_calls import joint
 from ..inspect import at_disk
 from ..torch_names import torch_collectives
+from ..user_warnings import warn
 from .checkpoint_folder import CheckpointFolder, Store, step_of
 from .checkpointer_load import Restored, files_to_read, read_state
 from .dcp_read import pack, unpack
@@ -320,11 +320,11 @@ class Checkpointer:
         kept = self._memory.newest() if self._memory is not None else None
         if kept is None or (found is not None and step_of(found) > kept.step):
             return None, found
-        if kept.missing and dist.get_rank(self._group) == 0:
-            warnings.warn(
+        if kept.missing:
+            warn(
                 f"step {kept.step} was kept in memory and cannot be loaded: {short(kept.missing)} were on hosts that are lost, and so "
                 f"were their copies. Going on from {found or 'the start: there is no checkpoint on disk'}",
-                stacklevel=4,
+                ranks=dist.get_process_group_ranks(self._group),
             )
         return None if kept.missing else kept, found
 

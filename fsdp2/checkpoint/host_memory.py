@@ -135,7 +135,7 @@ class HostMemory(Store):
         for at in range(0, max((each.nbytes for each in transfers), default=0), _PIECE_NBYTES):
             to = [sum(each.length(at) for each in outgoing if each.target == rank) for rank in ranks]
             of = [sum(each.length(at) for each in incoming if each.source == rank) for rank in ranks]
-            sent, received = torch.zeros(sum(to), dtype=torch.uint8), torch.empty(sum(of), dtype=torch.uint8)
+            sent, received = (torch.zeros(sum(each), dtype=torch.uint8, device="cpu") for each in (to, of))
             problem = problem or _moved(_read, folder, outgoing, at, sent)
             with reached(self._group):
                 dist.all_to_all_single(received, sent, of, to, group=self._group)

@@ -170,3 +170,10 @@ def test_no_other_file_imports_by_a_string():
         and {getattr(node.func, "attr", ""), getattr(node.func, "id", "")} & {"import_module", "__import__"}
     ]
     assert set(by_string) == set(IMPORTS_BY_STRING)
+
+
+def test_files_by_which_a_plan_tells_kinds_of_memory_are_there():
+    from fsdp2.planner.recorder import _ASKED_BY
+
+    missing = [name for name in _ASKED_BY if not (PACKAGE / "core" / "group" / f"{name}.py").is_file()]
+    assert missing == []

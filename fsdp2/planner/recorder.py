@@ -38,10 +38,9 @@ TEMPORARY = "temporaries"
 BUFFERS = "model buffers and inputs"
 
 _ASKED_BY = {
-    "memory": PARAMETERS,
+    "param_group": PARAMETERS,
     "unsharded": UNSHARDED,
     "all_gather": GATHERING,
-    "custom_all_gather": GATHERING,
     "extensions": GATHERING,
     "smaller_mesh": GATHERING,
     "gradients": REDUCING,

@@ -36,6 +36,7 @@ SCRIPTS = (
     "doctor",
     "inspector",
     "many_ranks",
+    "publish",
 )
 
 

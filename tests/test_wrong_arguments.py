@@ -102,7 +102,7 @@ CALLS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "set_collective_algorithms": lambda a: {"algorithms": "measured"},
     "park": lambda a: {"model": a.model, "optimizer": a.optimizer, "to": "cpu"},
     "unpark": lambda a: {"model": a.model, "optimizer": a.optimizer},
-    "publish": lambda a: {"model": a.model, "dtype": None, "key_map": None},
+    "publish": lambda a: {"model": a.model, "dtype": None, "key_map": None, "adapters": "merged"},
     "publishing.to_file": lambda a: {"path": a.folder / "weights"},
     "publishing.read_file": lambda a: {"path": a.folder / "weights", "known": 3, "verify": True},
     "set_missing_rank_timeout": lambda a: {"timeout": None, "notice": 3.0},

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ from ..core.comm.collective_log import during
 from ..core.plan.mesh import device_of
 from ..errors import ParameterError
 from ..torch_names import torch_collectives
+from .adapters import Merge
 
 Coordinate = tuple[int, ...]
 _ALIGNED = 16
@@ -39,10 +40,12 @@ class Part:
     dtype:    in which it is sent
     held:     the coordinates of the ranks whose shards are here at the end, in the order in which they arrive
     in_order: for shards that are whole rows: their order in the tensor; None: they are copied piece by piece
+    merges:   adapters to add to it before it is sent
     """
 
     source: ModelTensor
     dtype: torch.dtype
+    merges: Sequence[Merge] = ()
     shape: tuple[int, ...] = ()
     local_shape: tuple[int, ...] = ()
     held: list[Coordinate] = field(default_factory=lambda: [()])
@@ -53,6 +56,7 @@ class Part:
         self.shape, self.local_shape = tuple(tensor.shape), tuple(self.source.local.shape)
         if isinstance(tensor, DTensor):
             self.held = [tuple(tensor.device_mesh.get_coordinate() or ())]
+        self.own_pieces = self.pieces_at(self.held[0]) if self.merges else []
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +81,7 @@ class Part:
             kept = [index for index, each in enumerate(pieces) if each]
             self.in_order = sorted(kept, key=lambda index: pieces[index][0].box.start)
 
-    def as_bytes(self, device: torch.device) -> Tensor:
+    def as_bytes(self, device: torch.device, factors: Mapping[ModelTensor, Tensor]) -> Tensor:
         local = self.source.local
         if tuple(local.shape) != self.local_shape:
             raise ParameterError(
@@ -85,6 +89,10 @@ class Part:
                 expected=f"{self.local_shape}, as when fsdp2.publish looked at the model",
                 fix="call fsdp2.publish again after the model has been sharded in another way",
             )
+        if self.merges:
+            local = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
+            for merge in self.merges:
+                merge.add(local, self.own_pieces, factors)
         return local.reshape(-1).to(device, self.dtype).contiguous().view(torch.uint8)
 
 
@@ -135,17 +143,17 @@ class UnitGather:
         nbytes = -(-max(map(sum, sizes)) // _ALIGNED) * _ALIGNED
         return _Step(mesh.get_group(axis), cut, [[*sent, nbytes - sum(sent)] for sent in sizes])
 
-    def begin(self) -> Gathering:
-        """This rank's shards, ready to be sent. Collective: no"""
-        return Gathering(self)
+    def begin(self, factors: Mapping[ModelTensor, Tensor]) -> Gathering:
+        """This rank's shards, ready to be sent. factors: of adapters to merge. Collective: no"""
+        return Gathering(self, factors)
 
 
 class Gathering:
     """One time that a ``UnitGather`` runs: ``issue`` begins its first collective, ``finish`` ends the last one, ``whole`` joins."""
 
-    def __init__(self, plan: UnitGather) -> None:
+    def __init__(self, plan: UnitGather, factors: Mapping[ModelTensor, Tensor]) -> None:
         self._plan = plan
-        self._shards = [[part.as_bytes(plan.device)] for part in plan.parts]
+        self._shards = [[part.as_bytes(plan.device, factors)] for part in plan.parts]
         self._sent = self._packed(plan.steps[0]) if plan.steps else None
         self._under_way: tuple[Tensor, dist.Work | None] | None = None
 

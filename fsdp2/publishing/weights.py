@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import inspect
-from ..arguments import FUNCTION, POSITIVE, require
+from ..arguments import FUNCTION, POSITIVE, one_of, require
 from ..checkpoint.failures import tried
 from ..checkpoint.key_map import KeyMap
 from ..checkpoint.lazy_tensors import LazyTensor, converted
@@ -35,6 +35,7 @@ from ..core.comm.agreement import Axis, agree_over, axes_of, largest_over
 from ..errors import ArgumentError, FSDPError
 from ..hangs.joint_calls import joint
 from ..torch_names.torch_collectives import timeout_of_group
+from .adapters import Adapters, Merges, adapted
 from .consumer import FAILED, READY, Consumer, Named, Source, Stream, TensorMeta, failure_of
 from .unit_gather import Gathering, Part, UnitGather
 
@@ -68,17 +69,22 @@ class _Unit:
     later: list[ModelTensor] = field(default_factory=list)
 
     @torch.no_grad()
-    def begin(self) -> list[Gathering]:
-        return [gather.begin() for gather in self.gathers]
+    def begin(self, factors: Mapping[ModelTensor, Tensor]) -> list[Gathering]:
+        return [gather.begin(factors) for gather in self.gathers]
 
     @torch.no_grad()
     def made(self, gatherings: list[Gathering], kept: dict[ModelTensor, Tensor]) -> Named:
         """The tensors, by name. kept: those of earlier units, from call to call"""
-        whole: dict[ModelTensor, Tensor] = {}
-        while gatherings:
-            whole |= gatherings.pop().whole()
+        whole = _whole(gatherings)
         kept |= {source: whole[source].clone() for source in self.later}
         return [(output.meta.name, output.made(whole | kept)) for output in self.outputs]
+
+
+def _whole(gatherings: list[Gathering]) -> dict[ModelTensor, Tensor]:
+    whole: dict[ModelTensor, Tensor] = {}
+    while gatherings:
+        whole |= gatherings.pop().whole()
+    return whole
 
 
 class Weights(Source):
@@ -87,9 +93,10 @@ class Weights(Source):
     version: how often the weights have been published, the same on all ranks; 1 during the first time
     """
 
-    def __init__(self, model: nn.Module, units: list[_Unit], axes: list[Axis]) -> None:
+    def __init__(self, model: nn.Module, units: list[_Unit], factors: _Unit, axes: list[Axis]) -> None:
         self._model = model
         self._units = units
+        self._factors = factors  # of adapters, gathered before everything else
         self._axes = axes
         self.version = 0
 
@@ -106,11 +113,12 @@ class Weights(Source):
         """
         self._begin()
         kept: dict[ModelTensor, Tensor] = {}
-        under_way = [self._issued(unit) for unit in self._units[:1]]
+        factors = _whole([each.finish() for each in self._issued(self._factors, {})])
+        under_way = [self._issued(unit, factors) for unit in self._units[:1]]
         for unit, following in zip(self._units, [*self._units[1:], None], strict=True):
             ready = [unit.made([each.finish() for each in under_way.pop()], kept)]
             if following is not None:
-                under_way.append(self._issued(following))
+                under_way.append(self._issued(following, factors))
             yield ready.pop()
 
     @joint
@@ -143,16 +151,17 @@ class Weights(Source):
         consumer = Consumer(sink, Stream(self), device, math.inf if timeout is None else timeout)
         kept: dict[ModelTensor, Tensor] = {}
         try:
+            factors = _whole([each.issue().finish() for each in self._once_all_are_ready(consumer, self._factors, {})])
             for unit in self._units:
-                ready = self._once_all_are_ready(consumer, unit)
+                ready = self._once_all_are_ready(consumer, unit, factors)
                 consumer.offer(functools.partial(unit.made, [each.issue().finish() for each in ready], kept))
                 del ready
             consumer.finish()
-            self._once_all_are_ready(consumer, None)
+            self._once_all_are_ready(consumer, None, {})
         finally:
             consumer.leave(self._wait_s)
 
-    def _once_all_are_ready(self, consumer: Consumer, unit: _Unit | None) -> list[Gathering]:
+    def _once_all_are_ready(self, consumer: Consumer, unit: _Unit | None, factors: Mapping[ModelTensor, Tensor]) -> list[Gathering]:
         """The shards of ``unit``, packed, when each rank has them. Collective: yes. Raises: the problem of one rank, on every rank"""
         packed: list[Gathering] | None = None
         problem: FSDPError | None = None
@@ -160,7 +169,7 @@ class Weights(Source):
             state = consumer.state(self._wait_s)
             if state == READY and packed is None:
                 try:
-                    packed = [] if unit is None else unit.begin()
+                    packed = [] if unit is None else unit.begin(factors)
                 except Exception as error:
                     state, problem = FAILED, failure_of("cannot publish", error)
             (state,) = largest_over(self._axes, state, what="agreement to publish")
@@ -179,17 +188,21 @@ class Weights(Source):
         reshard(self._model)
         self.version += 1
 
-    def _issued(self, unit: _Unit) -> list[Gathering]:
-        return [each.issue() for each in unit.begin()]
+    def _issued(self, unit: _Unit, factors: Mapping[ModelTensor, Tensor]) -> list[Gathering]:
+        return [each.issue() for each in unit.begin(factors)]
 
 
 @joint
-def publish(model: nn.Module, *, dtype: torch.dtype | None = None, key_map: KeyMap | None = None) -> Weights:
+def publish(
+    model: nn.Module, *, dtype: torch.dtype | None = None, key_map: KeyMap | None = None, adapters: Adapters = "merged"
+) -> Weights:
     """The model's weights for a consumer: whole tensors, one unit after another, each with one all-gather.
 
     model:   sharded by fsdp2 or by torch's FSDP2, or a module with such modules inside
     dtype:   in which floating-point tensors are sent, before the all-gather; None: their own
     key_map: as for ``save_safetensors``: from the consumer's names to the model's, undone here
+    adapters: of a model with LoRA layers of PEFT: "merged" into the weights, under the base model's names; "only" the active adapter,
+        under the names in PEFT's files; "separate": all tensors as the model has them
 
     Parameters and persistent buffers come, tied ones once, under their first name. Each iteration takes the values of its moment.
 
@@ -202,9 +215,9 @@ def publish(model: nn.Module, *, dtype: torch.dtype | None = None, key_map: KeyM
     """
     checked_model(model, "publish")
     axes = axes_of(meshes_of(model))
-    planned, problem = tried("cannot publish the model", lambda: _planned(model, dtype, key_map))
+    planned, problem = tried("cannot publish the model", lambda: _planned(model, dtype, key_map, adapters))
     agree_over(axes, problem)
-    units, digest = planned[0]
+    units, factors, digest = planned[0]
     most, least = largest_over(axes, digest, -digest)
     if most != -least:
         raise ArgumentError(
@@ -212,21 +225,25 @@ def publish(model: nn.Module, *, dtype: torch.dtype | None = None, key_map: KeyM
             expected="the same model and arguments on every rank",
             fix="build the model and call publish in the same way on every rank",
         )
-    return Weights(model, units, axes)
+    return Weights(model, units, factors, axes)
 
 
-def _planned(model: nn.Module, dtype: torch.dtype | None, key_map: KeyMap | None) -> tuple[list[_Unit], int]:
-    """The units, and a number that two ranks share only if they made the same ones."""
+def _planned(model: nn.Module, dtype: torch.dtype | None, key_map: KeyMap | None, adapters: Adapters) -> tuple[list[_Unit], _Unit, int]:
+    """The units, the adapters to merge, and a number that two ranks share only if they made the same ones."""
     check_dtype(dtype)
+    require("publish", one_of("only", "separate", "merged"), adapters=adapters)
     reshard(model)
     tensors = [each for each in model_tensors(model) if each.persistent]
     refuse_meta(tensors)
+    tensors, merges = adapted(model, tensors, adapters)
     outputs = []
     for name, lazy in written_tensors(tensors, key_map).items():
         found = wanted(lazy, Box.whole(lazy.shape), torch.empty(lazy.shape, device="meta"))
         outputs.append(_Output(TensorMeta(name, converted(lazy, dtype), tuple(lazy.shape)), lazy, [source for source, _, _ in found]))
     used = dict.fromkeys(source for output in outputs for source in output.sources)
-    units, number_of = _in_units(model, list(used), dtype)
+    units, number_of = _in_units(model, list(used), dtype, merges)
+    in_merges = dict.fromkeys(each for listed in merges.values() for merge in listed for each in (merge.a, merge.b))
+    factors = _Unit([gather for unit in _in_units(model, list(in_merges), None, {})[0] for gather in unit.gathers])
     for output in outputs:
         last = max((number_of[source] for source in output.sources), default=0)
         units[last].outputs.append(output)
@@ -237,11 +254,14 @@ def _planned(model: nn.Module, dtype: torch.dtype | None, key_map: KeyMap | None
         (number_of[each], each.name, each.tensor.shape, str(each.tensor.dtype), str(getattr(each.tensor, "placements", "")))
         for each in used
     ]
-    digest = hashlib.sha256(repr((said, [output.meta for output in outputs])).encode()).digest()
-    return units, int.from_bytes(digest[:7], "big")
+    scalings = [merge.scaling for listed in merges.values() for merge in listed]
+    digest = hashlib.sha256(repr((said, scalings, [output.meta for output in outputs])).encode()).digest()
+    return units, factors, int.from_bytes(digest[:7], "big")
 
 
-def _in_units(model: nn.Module, tensors: list[ModelTensor], dtype: torch.dtype | None) -> tuple[list[_Unit], dict[ModelTensor, int]]:
+def _in_units(
+    model: nn.Module, tensors: list[ModelTensor], dtype: torch.dtype | None, merges: Merges
+) -> tuple[list[_Unit], dict[ModelTensor, int]]:
     """The units of the model, and the number of each tensor's; tensors that none manages go with the innermost unit around them."""
     units = inspect.units(model)
     names = {unit.name: ".".join(part for part in unit.name.split(".") if part not in WRAPPERS) for unit in units}
@@ -253,7 +273,7 @@ def _in_units(model: nn.Module, tensors: list[ModelTensor], dtype: torch.dtype |
         around = [name for name in names.values() if not name or each.name.startswith(f"{name}.")]
         key: object = managed.get(id(each.tensor), max(around, key=len, default=None))
         wire = dtype if dtype is not None and each.tensor.is_floating_point() else each.tensor.dtype
-        part = Part(each, wire)
+        part = Part(each, wire, merges.get(each, ()))
         if key is None:
             outside += part.nbytes
             key = outside // _NBYTES_OUTSIDE

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..core.comm.streams import streams_of
 from ..errors import FSDPError, PublishError
+from ..hangs.background import BackgroundThread
 
 READY, WAITING, FAILED = range(3)
 """What a rank says before a gather; the largest of all ranks' decides."""
@@ -115,9 +116,7 @@ class Consumer:
         self._is_stuck = False
         streams = streams_of(device)
         self._on_device = streams.on(streams.compute)  # on which the tensors are made
-        self._thread = threading.Thread(target=self._run, name="fsdp2 publish", daemon=True)
-        if sink is not None:
-            self._thread.start()
+        self._thread = BackgroundThread(self._run, stop=self._give_up, name="fsdp2_publish") if sink is not None else None
 
     def _run(self) -> None:
         assert self._sink is not None
@@ -158,9 +157,12 @@ class Consumer:
 
     def leave(self, wait_s: float) -> None:
         """Tell a sink that still waits for a unit that none comes, and wait for it to end, unless it is stuck."""
+        self._give_up()
+        if self._thread is not None and not self._is_stuck:
+            self._thread.end(wait_s)
+
+    def _give_up(self) -> None:
         self._stream._note(_is_over=True, _is_given_up=True, _offered=[])
-        if self._thread.is_alive() and not self._is_stuck:
-            self._thread.join(wait_s)
 
 
 def failure_of(what: str, error: BaseException) -> FSDPError:

@@ -113,6 +113,10 @@ def read_file(path: str | os.PathLike[str], known: int | None = None, *, verify:
     for key, entry in header.entries.items():
         dtype = DTYPES[entry.dtype]
         count = entry.nbytes // dtype.itemsize
-        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset) if count else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset)
+            if count
+            else torch.empty(0, dtype=dtype, device="cpu")
+        )
         tensors[key] = flat.view(entry.shape)
     return Snapshot(version, tensors)

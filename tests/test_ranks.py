@@ -119,9 +119,10 @@ def test_ranks_that_wait_for_one_that_failed_are_ended_with_their_stacks():
 
 def test_a_hang_ends_at_the_limit_with_the_stack_of_each_rank_also_where_sigterm_is_ignored():
     def body(rank):
-        dist.init_process_group("gloo")
         if rank.rank == 1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        dist.init_process_group("gloo")
+        if rank.rank == 1:
             threading.Event().wait()
         dist.barrier()
 

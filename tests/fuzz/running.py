@@ -298,6 +298,9 @@ def _quiet() -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Ff]ull backward hook is firing")
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad")
+        warnings.filterwarnings(
+            "ignore", message=".*set_modules_to_backward_prefetch has no effect"
+        )  # ours, of a unit without parameters
         yield
 
 

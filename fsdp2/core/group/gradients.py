@@ -136,6 +136,11 @@ class Gradients:
             self._move(waits.plan, plan)
         return plan
 
+    def forget_plan(self) -> None:
+        """Free the plan's constants, unless gradients wait in its layout. The next backward makes them again."""
+        if not self.has_unreduced:
+            self._planned = self._collected = None
+
     def _compares_late(self) -> bool:
         """Whether ranks compare afterwards which group each reduced: before, the host would wait for the device."""
         if self.plan.mesh.size == 1:

@@ -275,6 +275,7 @@ class ParamGroup:
                its own
         """
         self.reshard()
+        self.gradients.forget_plan()
         self._aside, self.unsharded = self.unsharded, None
         if self._aside is not None and isinstance(self._aside.gather, Gather):
             self._aside.gather.forget()  # it refers to the flat shard, which is to be freed

@@ -308,3 +308,30 @@ def test_gradients_that_add_up_on_unsharded_parameters_are_reduced_on_all_ranks(
             assert (one.grad is None) == (other.grad is None), case
             if one.grad is not None:
                 torch.testing.assert_close(other.grad.full_tensor(), one.grad, msg=lambda text, case=case: f"{case}: {text}")
+
+
+@on_ranks(2)
+def test_nothing_waits_in_a_frozen_unit_after_micro_batches_without_reduction():
+    """Symptom: parking, and a retry of a failed backward, were refused: gradients of the frozen unit waited for ever."""
+    for semantics in ("2.13", "2.15"):
+        fsdp2.set_semantics(semantics)
+        try:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+            model[1].requires_grad_(False)
+            expected = copy.deepcopy(model)
+            for each in (*model, model):
+                fsdp2.fully_shard(each)
+        finally:
+            fsdp2.set_semantics("torch")
+        x = torch.ones(4, 8)
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            model(x).square().mean().backward()
+            expected(x).square().mean().backward()
+        fsdp2.park(model)
+        fsdp2.unpark(model)
+        for one, other in zip(expected.parameters(), model.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), semantics
+            if one.grad is not None:
+                torch.testing.assert_close(other.grad.full_tensor(), one.grad)

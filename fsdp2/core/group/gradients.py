@@ -233,7 +233,8 @@ class Gradients:
         """Leave gradients on the unsharded parameters, if backward does not reduce; False: ``take`` must get them."""
         if not self.adds_up_on_leaves:
             return False
-        self._on_leaves |= self.reached  # on all ranks, though some may have used no parameter
+        # On all ranks, though some may have used no parameter; a frozen group has nothing that could wait.
+        self._on_leaves |= self.reached and any(param.sharded.requires_grad for param in self.plan.params)
         self.reached = False
         self._current_plan()
         for param in self.plan.params:

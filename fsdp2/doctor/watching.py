@@ -173,7 +173,8 @@ class watch(UntilStopped):  # noqa: N801 (called as a function is)
                 self._note_own(finding)
         if close.is_on and torch.is_grad_enabled():
             if close.backwards.gave and all(param.sharded.grad is None for param in self._params):
-                close.data, close.backwards = [], _Backwards(added=close.backwards.added)  # the step was not taken: another begins
+                before = close.backwards  # the step was not taken: another begins
+                close.data, close.backwards = [], _Backwards(added=before.added, is_through=before.is_through)
             close.data.append(digest_of((args, kwargs)))
             inputs: list[Tensor] = []
             find_tensors((args, kwargs), inputs)

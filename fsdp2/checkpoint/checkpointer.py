@@ -82,7 +82,9 @@ _DATA = Kind(
 )
 
 
-_MEMORY = Kind(lambda value: SWITCH.holds(value) or PATH.holds(value), "True, False, or a folder in memory", "True")
+_MEMORY = Kind(
+    lambda value: SWITCH.holds(value) or (PATH.holds(value) and bool(os.fspath(value))), "True, False, or a folder in memory", "True"
+)
 _CHECKPOINT = Kind(PATH.or_none.holds, "the name or the path of a checkpoint, or None for the latest", '"step_000100"')
 
 
@@ -159,7 +161,16 @@ class Checkpointer:
             return checked_model(model, "Checkpointer"), Path(folder)
 
         require("Checkpointer", PROCESS_GROUP.or_none, process_group=process_group)
-        self._model, path = on_every_rank(process_group or default_group(), "cannot make a Checkpointer", check)
+        checked, problem = tried("cannot make a Checkpointer", check)
+        keeping = agree(process_group or default_group(), problem, memory is not False)
+        if len(set(keeping)) > 1:
+            raise ArgumentError(
+                "ranks gave Checkpointer memory= and no memory=",
+                items=[f"rank {rank}: {'memory' if each else 'no memory'}" for rank, each in enumerate(keeping)],
+                expected="memory= on all ranks, or on none",
+                fix="pass it on all ranks: each keeps its own shards",
+            )
+        self._model, path = checked[0]
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._data = data
@@ -232,20 +243,20 @@ class Checkpointer:
 
     def _state_of_every_rank(self, step: int, store: Store) -> dict[str, Any]:
         """This rank's state. Collective: yes. Raises: the error of a rank, or ArgumentError if ranks pass different steps"""
-        state, problem = tried(f"cannot save step {step} in {store.folder.path}", lambda: self._state(step))
+        state, problem = tried(f"cannot save step {step} in {store.folder.path}", lambda: self._state(step, store))
         steps = agree(self._group, problem, step)
         if len(set(steps)) > 1:
             raise ArgumentError(
-                "ranks gave Checkpointer.save different steps",
+                f"ranks gave Checkpointer.{'save' if store is self._disk else 'keep'} different steps",
                 items=[f"rank {rank}: {each}" for rank, each in enumerate(steps)],
                 expected="one step on all ranks",
                 fix="count steps the same way on all ranks: end the epoch on all of them when one runs out of data",
             )
         return state[0]
 
-    def _state(self, step: int) -> dict[str, Any]:
+    def _state(self, step: int, store: Store) -> dict[str, Any]:
         if type(step) is not int or step < 0:
-            headline = f"Checkpointer.save got step {step!r}"[:300]
+            headline = f"Checkpointer.{'save' if store is self._disk else 'keep'} got step {step!r}"[:300]
             raise ArgumentError(headline, expected="an int, 0 or more", fix="pass int(step)")
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         parts = {"model": named_model_state(self._model)}

@@ -293,9 +293,9 @@ def test_only_one_save_is_under_way(tmp_path: Path) -> None:
         write(self, state, step, store)
         events.append(f"wrote {step}")
 
-    def recording_take(self: Checkpointer, step: int) -> dict[str, Any]:
+    def recording_take(self: Checkpointer, step: int, store: Any) -> dict[str, Any]:
         events.append(f"took {step}")
-        return take(self, step)
+        return take(self, step, store)
 
     with patch.object(Checkpointer, "_write", recording_write), patch.object(Checkpointer, "_state", recording_take):
         for step in (1, 2, 3):

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import OrderError
+from fsdp2 import ArgumentError, OrderError
 from fsdp2.checkpoint import CheckpointError, host_memory
 from harness import cpu_mesh, on_ranks
 from harness.runs import Run, assert_same_state
@@ -171,4 +171,18 @@ def test_without_memory_nothing_can_be_kept(tmp_path: Path) -> None:
     run = Run(tmp_path / "disk")
     with pytest.raises(OrderError, match="memory=True"):
         run.checkpointer.keep(1)
+    run.checkpointer.close()
+
+
+@on_ranks(2)
+def test_ranks_that_differ_in_memory_and_steps_that_are_none_are_refused_by_the_name_of_the_call(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="rank 1: no memory"):
+        Run(tmp_path / "disk", memory=dist.get_rank() == 0)
+    with pytest.raises(ArgumentError, match="a folder in memory"):
+        Run(tmp_path / "disk", memory="")
+    run = Run(tmp_path / "disk", memory=host_of(tmp_path, 2))
+    with pytest.raises(ArgumentError, match=r"Checkpointer\.keep got step -1"):
+        run.checkpointer.keep(-1)
+    with pytest.raises(ArgumentError, match=r"Checkpointer\.keep different steps"):
+        run.checkpointer.keep(dist.get_rank())
     run.checkpointer.close()

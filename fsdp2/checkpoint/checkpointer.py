@@ -216,7 +216,9 @@ class Checkpointer:
         """
         if self._memory is None:
             raise OrderError(
-                "this Checkpointer has no memory to keep checkpoints in", expected="memory=True", fix="create it with that"
+                "this Checkpointer has no memory to keep checkpoints in",
+                expected="memory=True or a folder",
+                fix="pass memory=True to Checkpointer",
             )
         self._save(step, self._memory)
 

@@ -115,14 +115,16 @@ class HostMemory(Store):
         Raises: FSDPError on every rank
         """
         own = [f"__{self._rank}_0.distcp", *([METADATA, DIGESTS] if self._rank == 0 else [])]
-        sizes = agree(self._group, None, {name: (into / name).stat().st_size for name in own if (into / name).exists()})
+        what = f"cannot copy {into} to other hosts"
+        found, problem = tried(what, lambda: {name: (into / name).stat().st_size for name in own if (into / name).exists()})
+        sizes = agree(self._group, problem, found[0] if found else {})
         hosts, transfers = list(self._hosts.values()), list[_Transfer]()
         for host, next_host in zip(hosts, [*hosts[1:], hosts[0]], strict=True):
             for index, rank in enumerate(host):
                 for name, nbytes in sizes[rank].items():
                     targets = self._hosts if name in (METADATA, DIGESTS) else [next_host[index % len(next_host)]]
                     transfers += [_Transfer(name, nbytes, rank, each) for each in targets if each not in host]
-        on_every_rank(self._group, f"cannot copy {into} to other hosts", lambda: self._exchange(into, transfers))
+        on_every_rank(self._group, what, lambda: self._exchange(into, transfers))
 
     def _exchange(self, folder: Path, transfers: Sequence[_Transfer]) -> None:
         """Copy files between the ranks' folders, a piece of each at a time. All ranks name the same transfers.

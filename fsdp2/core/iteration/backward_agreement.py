@@ -57,7 +57,7 @@ _SAID = (
 class _Part(NamedTuple):
     """What a backward does with one root: unit by unit, and group by group or ``GATHER``.
 
-    timed:      with moments of forward, of which a backward comes to the last one first
+    timed:      with moments of forward; a backward reaches the latest first
     ends:       reduced when the graph has run
     recomputed: for each forward whose recomputation may gather in another order: the calls that it reaches
     began:      when forward began with the units that communicate and that it goes through; -1: with none

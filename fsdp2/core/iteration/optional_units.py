@@ -50,7 +50,7 @@ class _Mark(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What a rank tells the others. marks: in order; with_inputs: the calls of which an input needs a gradient"""
+    """What a rank tells the others. marks: in order; with_inputs: the calls that have an input that needs a gradient"""
 
     marks: tuple[_Mark, ...]
     with_inputs: tuple[tuple[int, int, int], ...]

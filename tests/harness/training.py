@@ -270,6 +270,18 @@ def assert_equal_training(
             torch.testing.assert_close(*pair, atol=bound, rtol=bound, msg=lambda text, where=where: f"{where}: {text}")
 
 
+def assert_trains_bitwise_as(model: nn.Module, reference: nn.Module, *training: Any, **options: Any) -> None:
+    """Each rank fed its own rows, ``model`` trains as ``reference`` does fed all ranks' rows in turn, bit for bit. Collective: yes."""
+    assert_same_bits(fed_own_chunk(model, *training, **options), fed_in_chunks(reference, *training, **options))
+
+
+def assert_trains_as(model: nn.Module, reference: nn.Module, *training: Any, **options: Any) -> None:
+    """As ``assert_trains_bitwise_as``, up to the order of additions; with the bounds of ``assert_equal_training``. Collective: yes."""
+    bounds = {name: options.pop(name) for name in ("bound", "ulps", "but") if name in options}
+    steps = fed_own_chunk(model, *training, **options)
+    assert_equal_training(steps, fed_in_chunks(reference, *training, **options), **bounds)
+
+
 def _without(tensors: dict[str, Any], but: Sequence[str]) -> dict[str, Any]:
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(tuple(but))} if but else tensors
 

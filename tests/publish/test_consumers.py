@@ -21,16 +21,15 @@ from fsdp2.checkpoint import CheckpointError
 from fsdp2.errors import ArgumentError, FSDPError, PublishError
 from fsdp2.publishing import Stream, read_file, to_file
 from fsdp2.publishing import weights as weights_module
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import fed_own_chunk
 
 
 def sharded(mesh: DeviceMesh | None = None, num_blocks: int = 3) -> Any:
     model = mlp(num_blocks=num_blocks)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh or cpu_mesh())
-    return fsdp2.fully_shard(model, mesh=mesh or cpu_mesh())
+    return shard_blocks(model, mesh=mesh)
 
 
 def assert_same(received: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:

@@ -14,7 +14,15 @@ from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, parallelize, us
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
 from harness.sharding import shard_blocks, with_reference
-from harness.training import assert_equal_grads, assert_trains_as, assert_trains_bitwise_as, forward_backward, grads_of, own_chunk
+from harness.training import (
+    assert_equal_grads,
+    assert_trains_as,
+    assert_trains_bitwise_as,
+    forward_backward,
+    grads_of,
+    micro_batches,
+    own_chunk,
+)
 from harness.user_warnings import warned_on_rank_0
 
 
@@ -30,11 +38,11 @@ def whole_gradients(reference: nn.Module, x: Tensor, divide_by: float) -> dict[s
 
 # --- when gradients are reduced -----------------------------------------------------------------------------------------------------
 
-PATTERNS = {
-    "sync at the end": [(False, False), (False, False), (True, True)],
-    "sync in between": [(False, False), (True, False), (True, True)],
-    "sync always": [(True, False), (True, False), (True, True)],
-    "last is not told": [(False, True), (True, True), (False, True), (True, True)],
+PATTERNS = {  # how many micro-batches, those that sync, and those of which the model is told that they are the last
+    "sync at the end": (3, [2], [2]),
+    "sync in between": (3, [1, 2], [2]),
+    "sync always": (3, [0, 1, 2], [2]),
+    "last is not told": (4, [1, 3], [0, 1, 2, 3]),
 }
 
 
@@ -42,16 +50,8 @@ PATTERNS = {
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_of_sync_and_last_backward(pattern):
     model, reference = with_reference(mlp(), shard_blocks)
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for (sync, is_last), part in zip(PATTERNS[pattern], x.chunk(len(PATTERNS[pattern])), strict=True):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(sync)
-                model.set_is_last_backward(is_last)
-            losses.append(forward_backward(model, part))
-        return torch.stack(losses).mean()
-
+    number, syncs, lasts = PATTERNS[pattern]
+    iteration = micro_batches(number, set_requires_gradient_sync=syncs, set_is_last_backward=lasts)
     inputs = batches(2, shape=(36, 7))
     assert_trains_as(model, reference, inputs, iteration=iteration)
 

@@ -18,14 +18,14 @@ from harness.mesh import cpu_mesh
 
 def shard_blocks(
     model: Any,
-    after: bool | int | None = None,
+    reshard_after_forward: bool | int | None = None,
     *,
     mesh: Any = None,
     fully_shard: Callable[..., Any] = fsdp2.fully_shard,
     **options: Any,
 ) -> Any:
-    """Shard each of ``model.blocks`` (of a list: each layer), then ``model``, in place. after: ``reshard_after_forward``"""
-    options |= {"mesh": mesh or cpu_mesh(), "reshard_after_forward": after}
+    """Shard each of ``model.blocks`` (of a list: each layer), then ``model``, in place."""
+    options |= {"mesh": mesh or cpu_mesh(), "reshard_after_forward": reshard_after_forward}
     for block in getattr(model, "blocks", model):
         fully_shard(block, **options)
     return fully_shard(model, **options)

@@ -77,6 +77,20 @@ def forward_backward(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+def micro_batches(number: int, **setters: Sequence[int]) -> Iteration:
+    """``number`` backwards; ``set_requires_all_reduce=[2]`` turns it on in a sharded model before the third, off before others."""
+
+    def iteration(model: Any, x: Tensor) -> Tensor:
+        losses = []
+        for index, rows in enumerate(x.chunk(number)):
+            for name, chosen in setters.items() if hasattr(model, "reshard") else ():
+                getattr(model, name)(index in chosen)
+            losses.append(forward_backward(model, rows).float())
+        return torch.stack(losses).mean()
+
+    return iteration
+
+
 def own_chunk(x: Tensor) -> Tensor:
     """The rows of ``x`` that are this rank's, of all ranks of the world."""
     rows = x.chunk(dist.get_world_size())[dist.get_rank()]

@@ -22,6 +22,7 @@ from harness.training import (
     fed_whole,
     forced,
     forward_backward,
+    micro_batches,
 )
 
 
@@ -52,7 +53,7 @@ def test_gradients_reduced_at_every_micro_batch_add_up():
 def test_gradients_accumulated_without_communication_are_reduced_at_the_last_micro_batch(after):
     model = mlp()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
-    shard_blocks(model, after=after)
+    shard_blocks(model, after)
     inputs = batches(shape=(36, 7))
     steps = fed_own_chunk(model, inputs, iteration=synced_at_the_last)
     assert_same_bits(steps, fed_in_chunks(reference, inputs, iteration=synced_at_the_last))
@@ -113,16 +114,7 @@ def test_micro_batches_before_the_last_backward_wait_for_nothing_and_lose_nothin
     """set_is_last_backward(False): reductions may still be under way when a backward returns."""
     model, reference = with_reference(mlp(), shard_blocks)
 
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(3)):
-            if isinstance(model, FSDPModule):
-                model.set_is_last_backward(index == 2)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
-    inputs = batches(shape=(36, 7))
-    assert_trains_as(model, reference, inputs, iteration=iteration)
+    assert_trains_as(model, reference, batches(shape=(36, 7)), iteration=micro_batches(3, set_is_last_backward=[2]))
 
 
 # --- two mesh axes --------------------------------------------------------------------------------------------------------------
@@ -135,7 +127,7 @@ def test_replicas_of_shards_average_over_all_ranks(gather, after):
     model = mlp()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
     with forced(gather=gather):
-        shard_blocks(model, mesh=cpu_mesh(2, 2), after=after)
+        shard_blocks(model, after, mesh=cpu_mesh(2, 2))
     steps = fed_own_chunk(model, batches())
     assert_equal_training(steps, fed_in_chunks(reference, batches()))
     assert_equal_training(steps, fed_whole(whole, batches()))
@@ -156,17 +148,7 @@ def test_replicas_hold_the_same_bits():
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
 def test_gradients_are_reduce_scattered_at_each_and_all_reduced_at_the_last_micro_batch(shape):
     model, reference = with_reference(mlp(), shard_blocks, mesh=cpu_mesh(*shape))
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(3)):
-            if isinstance(model, FSDPModule):
-                model.set_requires_all_reduce(index == 2)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
-    inputs = batches(shape=(36, 7))
-    assert_trains_as(model, reference, inputs, iteration=iteration)
+    assert_trains_as(model, reference, batches(shape=(36, 7)), iteration=micro_batches(3, set_requires_all_reduce=[2]))
 
 
 @on_ranks(4)
@@ -181,15 +163,5 @@ def test_replicas_accumulate_without_communication(shape):
 def test_accumulation_may_pass_through_all_three_stages():
     """Micro-batch 0 stays on the rank, 1 is reduce-scattered, 2 is all-reduced."""
     model, reference = with_reference(mlp(), shard_blocks, mesh=cpu_mesh(2, 2))
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(3)):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(index >= 1)
-                model.set_requires_all_reduce(index == 2)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
-    inputs = batches(shape=(36, 7))
-    assert_trains_as(model, reference, inputs, iteration=iteration)
+    iteration = micro_batches(3, set_requires_gradient_sync=[1, 2], set_requires_all_reduce=[2])
+    assert_trains_as(model, reference, batches(shape=(36, 7)), iteration=iteration)

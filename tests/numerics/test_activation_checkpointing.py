@@ -16,11 +16,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, TransformerBlock, batches, mlp, token_batches, transformer
 from harness.sharding import shard_blocks, with_reference
-from harness.training import adamw, assert_trains_bitwise_as, forward_backward, sgd
+from harness.training import adamw, assert_trains_bitwise_as, forward_backward, micro_batches, sgd
 
 
 class Checkpointed(nn.Module):
@@ -163,15 +163,7 @@ def test_the_whole_model_under_one_checkpoint(reentrant):
 def test_checkpointing_with_accumulation(reentrant):
     torch.manual_seed(0)
     model, reference = with_reference(Checkpointed(reentrant), shard_blocks)
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(2)):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(index == 1)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
+    iteration = micro_batches(2, set_requires_gradient_sync=[1])
     assert_trains_bitwise_as(model, reference, batches(), sgd, iteration)
 
 

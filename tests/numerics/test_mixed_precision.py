@@ -25,6 +25,7 @@ from harness.training import (
     forced,
     forward_backward,
     grads_of,
+    micro_batches,
     own_chunk,
     state_of,
 )
@@ -82,7 +83,7 @@ def test_bf16_parameters_reduced_in_bf16(reduce_dtype, after, world_size):
     model, reference = with_reference(mlp())
     set_semantics("2.13")  # by which None is the dtype that forward computes with
     with forced(reduce_scatter="all_to_all" if after else "exchange"):
-        shard_blocks(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype), after=after)
+        shard_blocks(model, after, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype))
     set_semantics("torch")
     steps = fed_own_chunk(model, batches(), adamw)
     assert_same_bits(without_losses(steps), without_losses(cast_by_hand(reference, batches(), BF16, BF16)))
@@ -98,13 +99,7 @@ def test_fp16_parameters_reduced_in_fp32():
 
 @on_ranks(1, 2, 3, 4)
 def test_gradients_accumulate_in_the_reduce_dtype():
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(3)):
-            model.set_requires_gradient_sync(index == 2)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
+    iteration = micro_batches(3, set_requires_gradient_sync=[2])
     model, reference = with_reference(mlp(), shard_blocks, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
     inputs = batches(shape=(36, 7))
     steps = fed_own_chunk(model, inputs, adamw, iteration)
@@ -154,7 +149,7 @@ def test_mixed_precision_on_two_axes_and_on_fewer_ranks(after):
     if after is True:
         shard_blocks(model, mp_policy=policy, mesh=cpu_mesh(2, 2))
     else:
-        shard_blocks(model, mp_policy=policy, after=after)
+        shard_blocks(model, after, mp_policy=policy)
     steps = fed_own_chunk(model, batches(1), adamw)
     expected = cast_by_hand(reference, batches(1), BF16, torch.float32)
     for name, grad in expected[0].grads.items():

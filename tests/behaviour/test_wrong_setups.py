@@ -20,7 +20,6 @@ from fsdp2 import OrderError, fully_shard, user_warnings
 from fsdp2.core.iteration import same_models
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
-from harness.sharding import shard_blocks
 from harness.user_warnings import warned_on_rank_0
 
 X = batches(1)[0]
@@ -77,7 +76,8 @@ def test_a_mesh_with_the_name_of_a_model_axis_is_warned_of_once():
     with mock.patch.object(user_warnings, "_told", set()):
         with warned_on_rank_0(UserWarning, r"(?s)takes the mesh \('dp', 'tp'\) as \(replicate, shard\).*fix:") as shown:
             model = mlp()
-            shard_blocks(model, mesh=mesh)
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh)
         assert len(shown) == (dist.get_rank() == 0)
         fully_shard(mlp(), mesh=mesh["dp"])
         fully_shard(mlp(), mesh=cpu_mesh(1, 2, names=("replicate", "shard")))

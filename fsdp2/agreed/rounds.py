@@ -62,7 +62,8 @@ def uneven(model: nn.Module) -> Iterator[Work]:
     units = sharded_units("uneven", model)
     mesh = _common_mesh(units)
     _refuse_what_cannot_stand_in(model, units)
-    work = Work(model, units, mesh, messages_over(mesh))
+    messages_over(mesh)
+    work = Work(model, units, mesh)
     yield work
     work._leave()
 
@@ -80,13 +81,10 @@ class Work:
     is_last = True
     scale = 1.0
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[ModuleState], mesh: DataParallelMesh, messages: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[ModuleState], mesh: DataParallelMesh) -> None:
         self._model = model
         self._units = units
-        self._size = mesh.size
-        self._messages = messages
+        self._mesh = mesh
         self._loop = 0
         self._stand_in: list[Any] = []  # none or one
         self._stops = False
@@ -195,7 +193,7 @@ class Work:
         if num_rounds == 0 or any(row.status == _STOPS for row in rows):
             return 0
         total = math.fsum(row.counted for row in rows)
-        self.scale = self._size / total if total > 0 else 0.0
+        self.scale = self._mesh.size / total if total > 0 else 0.0
         if any(row.num_batches < num_rounds for row in rows):
             _refuse_gradients_on_leaves(self._units)
         if any(row.num_batches < num_rounds and not row.has_stand_in for row in rows):
@@ -211,12 +209,13 @@ class Work:
 
     def _tell(self, mine: _Row) -> list[_Row]:
         """The rows of all ranks. Collective: yes"""
-        if self._messages is None:
+        messages = messages_over(self._mesh)
+        if messages is None:
             return [mine]
         sent = torch.frombuffer(bytearray(_ROW.pack(*mine[:-1], mine.text.encode()[:_TEXT_NBYTES])), dtype=torch.uint8)
-        got = sent.new_empty(self._size * sent.numel())
-        with during("message of uneven ranks", self._messages, sent):
-            torch_collectives.all_gather_single(got, sent, self._messages, async_op=False)
+        got = sent.new_empty(self._mesh.size * sent.numel())
+        with during("message of uneven ranks", messages, sent):
+            torch_collectives.all_gather_single(got, sent, messages, async_op=False)
         rows = [_Row(*fields) for fields in _ROW.iter_unpack(bytes(got.tolist()))]
         return [row._replace(text=bytes(row.text).rstrip(b"\0").decode(errors="replace")) for row in rows]  # type: ignore[arg-type]
 
@@ -226,8 +225,9 @@ class Work:
         if _rank() == source:
             moved: list[bool] = []
             sent = [map_tensors(functools.partial(_to_host, moved), batches[0]), moved]
-        with during("stand-in of uneven ranks", self._messages):
-            dist.broadcast_object_list(sent, src=source, group=self._messages, device=torch.device("cpu"))
+        messages = messages_over(self._mesh)
+        with during("stand-in of uneven ranks", messages):
+            dist.broadcast_object_list(sent, src=source, group=messages, device=torch.device("cpu"))
         if not self._stand_in and not batches:
             flags, device = iter(sent[1]), self._units[0].device
             self._stand_in = [map_tensors(lambda tensor: tensor.to(device) if next(flags) else tensor, sent[0])]

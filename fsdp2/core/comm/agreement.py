@@ -14,6 +14,7 @@ later. How users' own groups affect each other is up to torch.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -236,3 +237,18 @@ def messages_over(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
         channel = joined_over(groups, sorted(mesh.ranks), "messages", "gloo")
         _channels[groups[-1]] = mesh.ranks, channel
     return channel
+
+
+@atexit.register
+def _end_messages() -> None:
+    """Wait until gloo's threads have let go of the last messages.
+
+    They do so after the messages have arrived, and need the interpreter for it. If Python ends first, it unwinds such a
+    thread by force, which C++ does not allow: a program that went well would abort at its very end.
+    """
+    channels = [channel for _, channel in _channels.values()]
+    _channels.clear()
+    while channels:
+        with contextlib.suppress(ValueError):  # destroyed before, with the default group
+            dist.destroy_process_group(channels[-1])
+        channels.pop()  # the last reference: its threads end here

@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,7 +81,7 @@ def note_process() -> None:
     """Write this rank's process into the store, once for each default process group. Collective: no."""
     global _roll, _num_made
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or dist.get_world_size() == 1 or (_roll is not None and _roll.world is world):
+    if world is None or dist.get_world_size() == 1 or (_roll is not None and _roll.world() is world):
         return
     if _num_made == 0:
         atexit.register(_tell_exception)
@@ -101,7 +102,7 @@ class _Roll:
     """
 
     def __init__(self, store: Any, world: dist.ProcessGroup) -> None:
-        self.world = world
+        self.world = weakref.ref(world)  # destroy_process_group ends a group's threads if nobody else refers to it
         self.store = store
         self._rank = dist.get_rank()
         self._host = _host()
@@ -168,7 +169,7 @@ def _tell_exception() -> None:
         or isinstance(error, LostRankError)
         or _roll is None
         or not dist.is_initialized()
-        or dist.group.WORLD is not _roll.world
+        or dist.group.WORLD is not _roll.world()
     ):
         return
     frames = traceback.extract_tb(error.__traceback__)

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from ..arguments import COUNT, OPTIMIZER, PATH, PROCESS_GROUP, SWITCH, Kind, require
 from ..core.comm.agreement import agree, another_over, default_group, is_lost
-from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, short
+from ..errors import ArgumentError, CheckpointError, FSDPError, LostRankError, OrderError, short
 from ..hangs.joint_calls import joint
 from ..inspect import at_disk
 from ..torch_names import torch_collectives
@@ -115,7 +115,7 @@ class Checkpointer:
     keep_last:     how many checkpoints to keep; None for all. While one is being written there is one more
     asynchronous:  False: ``save`` returns when the checkpoint is complete
     memory:        where ``keep`` puts checkpoints that outlive the processes: True for shared memory of each host, until the process
-                   that started this one ends (torchrun's agent) or this is closed; or a folder in memory
+                   that started this one ends (torchrun's agent) or this is closed; or a folder in memory, not that of the checkpoints
     process_group: the ranks that train this model; None: all
 
     On the same number of ranks, a resumed run continues bit for bit; buffers that differ between ranks (batch norm's
@@ -158,6 +158,12 @@ class Checkpointer:
             require("Checkpointer", COUNT.or_none, keep_last=keep_last)
             require("Checkpointer", SWITCH, asynchronous=asynchronous)
             require("Checkpointer", _MEMORY, memory=memory)
+            if not isinstance(memory, bool) and os.path.realpath(memory) == os.path.realpath(folder):
+                raise ArgumentError(
+                    f"Checkpointer got memory={os.fspath(memory)!r}, which is the folder of the checkpoints on disk",
+                    expected="another folder: keep() replaces what is in it",
+                    fix="pass memory=True, or a folder in memory (tmpfs)",
+                )
             return checked_model(model, "Checkpointer"), Path(folder)
 
         require("Checkpointer", PROCESS_GROUP.or_none, process_group=process_group)
@@ -202,7 +208,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Start saving the current state; training may continue when this returns. Waits for an earlier save first.
 
-        step:   counts from 0
+        step:   counts from 0; steps that were kept in memory and come after it are forgotten: ``load`` takes this one
         Raises: CheckpointError, also from the earlier save
         """
         self._save(step, self._disk)
@@ -210,8 +216,9 @@ class Checkpointer:
     @joint
     def keep(self, step: int) -> None:
         """Like ``save``, into the hosts' memory, where it replaces the checkpoint before it. It outlives processes, and with
-        several hosts the loss of one; ``load`` finds it if it is newer than the latest on disk.
+        several hosts the loss of one; ``load`` takes it until a later step is saved on disk.
 
+        step:   that of the latest checkpoint on disk, or a later one
         Raises: CheckpointError, also from an earlier save; OrderError without ``memory=``
         """
         if self._memory is None:
@@ -261,6 +268,13 @@ class Checkpointer:
             headline = f"Checkpointer.{'save' if store is self._disk else 'keep'} got step {step!r}"[:300]
             raise ArgumentError(headline, expected="an int, 0 or more", fix="pass int(step)")
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        latest = self._disk.folder.latest() if store is not self._disk and rank == 0 else None
+        if latest is not None and step_of(latest) > step:
+            raise ArgumentError(
+                f"Checkpointer.keep got step {step}, and {latest} is of a later step, which load would take",
+                expected=f"step {step_of(latest)} or a later one",
+                fix=f"to go on from an earlier step, save({step}) first: it is the latest then",
+            )
         parts = {"model": named_model_state(self._model)}
         if self._optimizer is not None:
             parts["optimizer"] = named_optimizer_state(self._model, self._optimizer)
@@ -304,8 +318,8 @@ class Checkpointer:
             _, problem = tried(what, lambda: write(*prepared[0][1:]))
             if store.num_hosts > 1:  # none removes the checkpoint before until every one has this one
                 agree(self._group, problem, None)
-            if problem is None and store.leads:
-                _, unpruned = tried(f"step {step} is saved, but earlier ones in {folder.path} cannot be removed", folder.prune)
+            if problem is None:
+                _, unpruned = tried(f"step {step} is saved, but other steps cannot be removed", lambda: self._prune(step, store))
             unpruned = next(filter(None, agree(self._group, problem, unpruned)), None)
         except LostRankError:
             raise  # the next save removes what there is
@@ -315,6 +329,12 @@ class Checkpointer:
             raise
         if unpruned is not None:
             raise unpruned
+
+    def _prune(self, step: int, store: Store) -> None:
+        if store.leads:
+            store.folder.prune()
+        if self._memory is not None and self._memory.leads:
+            self._memory.folder.prune_after(step)  # of a run that went on from an earlier step, and saves there
 
     # --- loading ---
 
@@ -330,37 +350,47 @@ class Checkpointer:
         """The checkpoint in memory, if it is at least as new as that on disk, and the one on disk, as rank 0 sees it."""
         path = self._disk.folder.path
         found = from_rank_0(self._group, f"cannot read {path}", self._disk.folder.latest)
-        kept = self._memory.newest() if self._memory is not None else None
+        try:
+            kept = self._memory.newest() if self._memory is not None else None
+        except LostRankError:
+            raise
+        except CheckpointError as error:
+            self._warn_of("what was kept in memory", error, found)
+            return None, found
         if kept is None or (found is not None and step_of(found) > kept.step):
             return None, found
         if kept.missing:
-            warn(
-                f"step {kept.step} was kept in memory and cannot be loaded: {short(kept.missing)} were on hosts that are lost, and so "
-                f"were their copies. Going on from {found or 'the start: there is no checkpoint on disk'}",
-                ranks=dist.get_process_group_ranks(self._group),
-            )
+            lost = f"{short(kept.missing)} were on hosts that are lost, and so were their copies"
+            self._warn_of(f"step {kept.step}, which was kept in memory,", lost, found)
         return None if kept.missing else kept, found
+
+    def _warn_of(self, what: str, why: object, found: Path | None) -> None:
+        source = found or "the start: there is no checkpoint on disk"
+        ranks = dist.get_process_group_ranks(self._group)
+        warn(f"{what} cannot be loaded: {' '.join(str(why).partition('expected:')[0].split())}. Going on from {source}", ranks=ranks)
 
     @joint
     def load(self, checkpoint: str | os.PathLike[str] | None = None, *, verify: bool = False) -> Resumed:
         """Resume from a checkpoint. Every rank reads and checks its whole state before it changes anything.
 
-        checkpoint: a folder, or the name of one in ours; None: the latest, in memory if that is at least as new as the one on disk
-        verify:     compare the files on disk with their digests first; the ranks share the work
+        checkpoint: a folder, or the name of one in ours; None: the latest, in memory if that is at least as new as the one on disk. If
+                    what is in memory is damaged, the one on disk, with a warning
+        verify:     compare the files with their digests first; the ranks share the work
         Memory:     copies of this rank's shards in host memory: model and optimizer, then the model twice
         Raises:     CheckpointError on every rank, with everything but the data position unchanged
         """
         self.wait()
         self._spare.clear()
-        kept = self._latest()[0] if checkpoint is None else None
-        model, optimizer, given = self._model, self._optimizer, self._given()
+        kept, found = self._latest() if checkpoint is None else (None, None)
         with torch.inference_mode(False), torch.no_grad(), at_disk():
-            if kept is not None and self._memory is not None:
-                path = self._memory.fetch(kept, lambda path: files_to_read(path, self._group, model, optimizer, given))
-            else:
-                folder = self._disk.folder.path
-                path = folder / from_rank_0(self._group, f"cannot read {folder}", lambda: self._find(checkpoint))
-            restored = read_state(path, self._group, model, optimizer, given, verify and kept is None, kept is None)
+            try:
+                path, restored = self._read(checkpoint, verify, kept)
+            except CheckpointError as error:
+                if kept is None or found is None or isinstance(error, LostRankError):
+                    raise
+                self._warn_of(f"step {kept.step}, which was kept in memory,", error, found)
+                kept = None
+                path, restored = self._read(checkpoint, verify, kept)
             what, undo = f"cannot go on from {path}", list[Callable[[], object]]()
             try:
                 on_every_rank(self._group, what, lambda: self._restore(restored, undo))
@@ -372,6 +402,17 @@ class Checkpointer:
                 raise
         source = "disk" if kept is None else "memory"
         return Resumed(restored.step, path, restored.world_size, restored.random is not None, source)
+
+    def _read(self, checkpoint: str | os.PathLike[str] | None, verify: bool, kept: Kept | None) -> tuple[Path, Restored]:
+        given = {name for name, each in (("scheduler", self._scheduler), ("data", self._data)) if each is not None}
+        state = self._group, self._model, self._optimizer, given
+        if kept is not None and self._memory is not None:
+            path = self._memory.fetch(kept, lambda path: files_to_read(path, *state))
+            return path, read_state(path, *state, self._memory.share if verify else None, has_all_files=False)
+        folder = self._disk.folder.path
+        path = folder / from_rank_0(self._group, f"cannot read {folder}", lambda: self._find(checkpoint))
+        share = dist.get_rank(self._group), dist.get_world_size(self._group)
+        return path, read_state(path, *state, share if verify else None)
 
     def _find(self, checkpoint: str | os.PathLike[str] | None) -> Path:
         """The folder of ``checkpoint``, by its name in our folder or by its path; None: the latest."""
@@ -403,9 +444,6 @@ class Checkpointer:
         devices = (getattr(param, "device_mesh", param.device) for param in self._model.parameters())
         kinds = [each.type if isinstance(each, torch.device) else each.device_type for each in devices]
         return next((kind for kind in kinds if kind != "cpu"), "cpu")
-
-    def _given(self) -> set[str]:
-        return {name for name, each in (("scheduler", self._scheduler), ("data", self._data)) if each is not None}
 
     def _restore(self, restored: Restored, undo: list[Callable[[], object]]) -> None:
         """Restore everything but the data position. undo: gets a function that reverts each change, before the change"""

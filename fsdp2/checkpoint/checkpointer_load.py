@@ -48,12 +48,12 @@ def read_state(
     model: nn.Module,
     optimizer: Optimizer | None,
     given: AbstractSet[str],
-    verify: bool,
+    verify: tuple[int, int] | None,
     has_all_files: bool = True,
 ) -> Restored:
     """Read all that model, optimizer and ``given`` ("scheduler", "data") need.
 
-    verify:        compare the files with their digests before
+    verify:        compare the files with their digests before: this rank's share, as in ``compared``
     has_all_files: False: those that this rank does not need may be missing
     Collective:    yes, over ``process_group``
     Memory:        this rank's shards of model and optimizer, in host memory
@@ -61,10 +61,10 @@ def read_state(
     """
 
     def read() -> Restored:
-        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        if verify:
-            compared(path, "dcp", dcp_parts([path]), (rank, world_size))
-        reading = _Reading(path, read_metadata(path, has_all_files), rank, world_size)
+        if verify is not None:
+            compared(path, "dcp", dcp_parts([path], has_all_files), verify)
+        metadata = read_metadata(path, has_all_files)
+        reading = _Reading(path, metadata, dist.get_rank(process_group), dist.get_world_size(process_group))
         reading.prepare(model, optimizer, given)
         reading.read()
         return reading.result(model, optimizer)
@@ -186,7 +186,7 @@ class _Reading:
                 for piece in own_pieces(value):
                     chunks.read(key, piece.box, local[piece.local.slices], reader)
         for key in [key for key, value in self.flat.items() if value is None]:
-            self.flat[key] = unpack(chunks.content(key))
+            self.flat[key] = chunks.unpacked(key)
 
     # --- after ---
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..errors import CheckpointError
-from .failures import failure, readable
+from .failures import describe, failure, readable
 from .file_reading import ByteReader, is_inside, open_regular
 from .inert_pickle import unpickle
 from .lazy_tensors import NAMES, Assembled, LazyTensor, State, Stored, dtype_of
@@ -326,16 +326,21 @@ class DcpChunks:
         for place in map(box_of, entry.chunks):  # complex128, for instance
             common = box.intersect(place)
             if common.numel > 0:
-                value = unpack(self.content(key, place.start))
+                value = self.unpacked(key, place.start)
                 out[common.seen_from(box.start).slices].copy_(value[common.seen_from(place.start).slices])
 
-    def content(self, key: str, offsets: tuple[int, ...] = ()) -> bytes:
-        """The bytes of a value other than a tensor, or of a tensor's chunk: a file of ``torch.save``."""
+    def unpacked(self, key: str, offsets: tuple[int, ...] = ()) -> Any:
+        """A value other than a tensor, or a tensor's chunk: a file of ``torch.save``."""
         info = self._info(key, offsets)
         path = self._folder / info.relative_path
         with readable(path, key), open_regular(path) as file:
             file.seek(info.offset)
-            return file.read(info.length)
+            content = file.read(info.length)
+        try:
+            return unpack(content)
+        except Exception as error:
+            what = f"{path} is damaged at {key}: {describe(error)}"
+            raise failure(what, expected="the bytes that were written", fix="use another checkpoint", file=path, key=key) from error
 
     def files(self, key: str, boxes: Sequence[Box] | None = None) -> set[str]:
         """The names of the files with a value, or with these parts of a tensor."""

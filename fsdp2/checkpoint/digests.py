@@ -182,9 +182,10 @@ def safetensors_parts(path: Path) -> Iterator[Part]:
         yield from _of_safetensors(file)
 
 
-def dcp_parts(folders: Iterable[Path]) -> Iterator[Part]:
+def dcp_parts(folders: Iterable[Path], has_all_files: bool = True) -> Iterator[Part]:
     for folder in folders:
-        yield from _or_problem(folder / METADATA, _of_dcp(folder))
+        parts = _or_problem(folder / METADATA, _of_dcp(folder, has_all_files))
+        yield from (each for each in parts if has_all_files or each.file.exists())
 
 
 def torch_parts(files: Iterable[Path]) -> Iterator[Part]:
@@ -254,13 +255,13 @@ def _crc(file: BinaryIO, offset: int, nbytes: int) -> int:
     return crc
 
 
-def _of_dcp(folder: Path) -> Iterator[Part]:
+def _of_dcp(folder: Path, has_all_files: bool) -> Iterator[Part]:
     digests = read_digests(folder)
     for name, digest in (digests or {}).items():
         yield Part(folder / name, "the file", _checked_file(folder / name, digest))
     if digests is None:
         yield Part(folder / METADATA, "the file", lambda: None)
-    for index, info in (read_metadata(folder).storage_data or {}).items():
+    for index, info in (read_metadata(folder, has_all_files).storage_data or {}).items():
         directories = digests[info.relative_path].directories if digests is not None and info.relative_path in digests else None
         expected = None if directories is None else directories.get(info.offset, _NOWHERE)
         yield from _of_zip(folder / info.relative_path, info.offset, info.length, str(index.fqn), expected)

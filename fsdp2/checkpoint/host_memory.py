@@ -75,7 +75,10 @@ class _Transfer:
 
 
 class HostMemory(Store):
-    """This host's folder, whose leader is the host's lowest rank, and the other hosts'. All methods are collective over ``group``."""
+    """This host's folder, whose leader is the host's lowest rank, and the other hosts'. All methods are collective over ``group``.
+
+    share: this rank's index among the host's ranks, and how many these are
+    """
 
     def __init__(self, where: Literal[True] | str | os.PathLike[str], group: dist.ProcessGroup) -> None:
         self._group = group
@@ -88,6 +91,8 @@ class HostMemory(Store):
         for rank, leader in enumerate(leaders):
             self._hosts.setdefault(leader, []).append(rank)
         self.num_hosts = len(self._hosts)
+        here = self._hosts[self.leader]
+        self.share = here.index(self._rank), len(here)
 
     def _leaders_in(self, path: Path) -> list[int]:
         """Of each rank, the lowest one that sees the same folder."""
@@ -148,7 +153,7 @@ class HostMemory(Store):
     # --- loading ---
 
     def newest(self) -> Kept | None:
-        """The complete checkpoint of the latest step; if none is complete, the one of the latest step."""
+        """The complete checkpoint of the latest step; if none is complete, the one of the latest step. Raises: CheckpointError"""
 
         def here() -> dict[tuple[int, int], tuple[str, set[str], dict[str, int]]]:
             found = {}

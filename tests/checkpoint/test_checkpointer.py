@@ -172,7 +172,7 @@ def test_other_number_of_ranks_and_other_mesh_continue_but_for_random_numbers(tm
         first.steps(2)
         first.checkpointer.save(2)
         first.checkpointer.close()
-        expected = full_values(first)
+        expected = first.full_state()
     dist.barrier()
 
     found: dict[str, Any] = {}
@@ -182,7 +182,7 @@ def test_other_number_of_ranks_and_other_mesh_continue_but_for_random_numbers(tm
         assert (resumed.step, resumed.world_size, resumed.random_restored) == (2, 2, False)
         assert found == {"seen": 7}
         assert torch.equal(torch.get_rng_state(), before)
-        values = full_values(run)
+        values = run.full_state()
         other = Checkpointer(tmp_path / "four", run.model, run.optimizer, run.scheduler, data=found)
         other.save(2)
         other.close()
@@ -192,7 +192,7 @@ def test_other_number_of_ranks_and_other_mesh_continue_but_for_random_numbers(tm
         assert_same_state(values, of_rank_0)
         with fresh(tmp_path / "four", mesh=pair, process_group=pair.get_group(), data={}) as again:
             assert again.checkpointer.load().world_size == 4
-            assert_same_state(full_values(again), of_rank_0)
+            assert_same_state(again.full_state(), of_rank_0)
             assert again.scheduler.last_epoch == 2
     dist.barrier()
 
@@ -200,13 +200,6 @@ def test_other_number_of_ranks_and_other_mesh_continue_but_for_random_numbers(tm
 def pair_mesh() -> DeviceMesh:
     """Over ranks 0 and 1; ranks 2 and 3 have one of their own. Collective: yes."""
     return init_device_mesh(cpu_mesh().device_type, (2, 2), mesh_dim_names=("pair", "shard"))["shard"]
-
-
-def full_values(run: Run) -> dict[str, Tensor]:
-    state = {f"model.{name}": value for name, value in run.model.state_dict().items()}
-    for number, each in run.optimizer.state_dict()["state"].items():
-        state |= {f"optimizer.{number}.{key}": value for key, value in each.items()}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in state.items()}
 
 
 @on_ranks(4)
@@ -231,7 +224,7 @@ def test_files_are_read_by_dcp_into_an_unsharded_model(tmp_path: Path) -> None:
     run.steps(2)
     run.checkpointer.save(2)
     run.checkpointer.close()
-    expected = full_values(run)
+    expected = run.full_state()
     dist.broadcast_object_list(everyones := [expected])  # batch norm's buffers are rank 0's
     expected = everyones[0]
     unsharded = Net()

@@ -5,16 +5,18 @@ Each pair of ranks is a host here: it has a folder of its own.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import ArgumentError, OrderError
 from fsdp2.checkpoint import CheckpointError, host_memory
@@ -63,6 +65,37 @@ def _continues_bit_for_bit(folder: Path, mesh: DeviceMesh, ranks_per_host: int, 
     again.checkpointer.close()
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@on_ranks(4)
+def test_half_the_ranks_go_on_from_memory_those_of_one_host_after_the_other_is_lost_or_some_of_both(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    run = Run(tmp_path / "disk", mesh=cpu_mesh(*shape), memory=host_of(tmp_path, 2), data={"seen": 7})
+    run.steps(2)
+    run.checkpointer.keep(2)
+    run.checkpointer.close()
+    values = run.full_state()
+    of_rank_0 = {name: value for name, value in values.items() if ".norm." in name and ".running_" in name}
+    dist.broadcast_object_list(told := [of_rank_0])
+    expected = values | told[0]
+    pair = init_device_mesh(cpu_mesh().device_type, (2, 2), mesh_dim_names=("pair", "shard"))
+    for axis in ("pair", "shard"):  # ranks 0 and 2, one of each host; ranks 0 and 1, whose host has all
+        mesh = pair[axis]
+        if 0 in dist.get_process_group_ranks(mesh.get_group()):
+            found: dict[str, int] = {}
+            again = Run(
+                tmp_path / "disk", seed=1000, mesh=mesh, memory=host_of(tmp_path, 2), data=found, process_group=mesh.get_group()
+            )
+            resumed = again.checkpointer.load()
+            assert (resumed.step, resumed.source, resumed.world_size, found) == (2, "memory", 4, {"seen": 7})
+            assert_same_state(again.full_state(), expected)
+            again.checkpointer.close()
+        dist.barrier()
+        if dist.get_rank() == 3:
+            shutil.rmtree(host_of(tmp_path, 2), ignore_errors=True)
+        dist.barrier()
+
+
 @on_ranks(4)
 def test_what_two_lost_hosts_had_is_named_and_the_run_goes_on_from_disk(tmp_path: Path) -> None:
     memory = host_of(tmp_path, 1)
@@ -93,10 +126,10 @@ def test_what_two_lost_hosts_had_is_named_and_the_run_goes_on_from_disk(tmp_path
 def test_the_newer_of_memory_and_disk_is_loaded_and_names_are_of_the_disk(tmp_path: Path) -> None:
     run = Run(tmp_path / "disk", memory=host_of(tmp_path, 2), asynchronous=False)
     assert run.checkpointer.latest() is None
+    run.checkpointer.save(1)
     run.checkpointer.keep(2)
     latest = run.checkpointer.latest()
     assert latest == host_of(tmp_path, 2) / "step_000002"
-    run.checkpointer.save(1)
     assert run.checkpointer.load().source == "memory"
     assert run.checkpointer.load("step_000001").source == "disk"
     run.checkpointer.save(3)
@@ -105,6 +138,66 @@ def test_the_newer_of_memory_and_disk_is_loaded_and_names_are_of_the_disk(tmp_pa
     assert run.checkpointer.load().source == "memory"
     assert [each.name for each in host_of(tmp_path, 2).glob("step_*")] == ["step_000003"]
     run.checkpointer.close()
+
+
+@on_ranks(2)
+def test_load_takes_the_step_that_was_saved_or_kept_last_even_if_it_is_an_earlier_one(tmp_path: Path) -> None:
+    run = Run(tmp_path / "disk", memory=host_of(tmp_path, 1), asynchronous=False)
+    checkpointer = run.checkpointer
+    checkpointer.save(2)
+    for step in (6, 5):
+        checkpointer.keep(step)
+        assert checkpointer.load().step == step
+    with pytest.raises(ArgumentError, match=r"keep got step 1, and .*step_000002 is of a later step(?s:.*)save\(1\) first"):
+        checkpointer.keep(1)
+    assert checkpointer.load().step == 5
+    checkpointer.save(1)  # goes on from an earlier step
+    assert (checkpointer.load().step, checkpointer.load().source) == (1, "disk")
+    assert not [*host_of(tmp_path, 1).glob("step_*")]
+    checkpointer.keep(1)
+    assert checkpointer.load().source == "memory"
+    checkpointer.close()
+
+
+@on_ranks(2)
+def test_damaged_memory_is_an_error_of_ours_that_falls_back_to_disk_with_a_warning(tmp_path: Path) -> None:
+    run = Run(tmp_path / "disk", memory=host_of(tmp_path, 1), asynchronous=False)
+    run.step()
+    run.checkpointer.keep(1)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp"), _damaged(tmp_path, "__0_0.distcp", 0.0):
+        run.checkpointer.load()  # there is nothing on disk
+    run.checkpointer.save(1)
+    losses, state = run.steps(2), run.state()
+    run.checkpointer.keep(3)
+    places = [(name, part) for name in ("digests.json", ".metadata", "__0_0.distcp", "__1_0.distcp") for part in (0.0, 0.5, 0.99)]
+    for name, part in places:
+        for verify in (False, True):
+            with _damaged(tmp_path, name, part), warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                resumed = run.checkpointer.load(verify=verify)
+            texts = [str(each.message) for each in found if "kept in memory" in str(each.message)]
+            if resumed.source == "memory":  # bytes of a tensor, which verify alone compares
+                assert (verify, name[-7:], part) == (False, ".distcp", 0.5)
+                continue
+            assert len(texts) == (dist.get_rank() == 0)
+            assert all(name in text and "step_000001" in text for text in texts)
+            assert run.steps(2) == losses
+            assert_same_state(run.state(), state)
+    run.checkpointer.close()
+
+
+@contextlib.contextmanager
+def _damaged(tmp_path: Path, name: str, part: float) -> Iterator[None]:
+    """On every host, 40 bytes of a file."""
+    path = next(host_of(tmp_path, 1).glob(f"step_*/{name}"))
+    whole = path.read_bytes()
+    at = int(len(whole) * part)
+    path.write_bytes(whole[:at] + b"\xff" * len(whole[at : at + 40]) + whole[at + 40 :])
+    dist.barrier()
+    yield
+    dist.barrier()
+    path.write_bytes(whole)
+    dist.barrier()
 
 
 @on_ranks(4)
@@ -180,6 +273,8 @@ def test_ranks_that_differ_in_memory_and_steps_that_are_none_are_refused_by_the_
         Run(tmp_path / "disk", memory=dist.get_rank() == 0)
     with pytest.raises(ArgumentError, match="a folder in memory"):
         Run(tmp_path / "disk", memory="")
+    with pytest.raises(ArgumentError, match="the folder of the checkpoints on disk"):
+        Run(tmp_path / "disk", memory=tmp_path / "other" / ".." / "disk")
     run = Run(tmp_path / "disk", memory=host_of(tmp_path, 2))
     with pytest.raises(ArgumentError, match=r"Checkpointer\.keep got step -1"):
         run.checkpointer.keep(-1)

@@ -85,10 +85,17 @@ class Run:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of this rank's part of model and optimizer."""
-        state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        return {name: (value.to_local() if isinstance(value, DTensor) else value).clone() for name, value in self._values().items()}
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Copies of all of it. Collective: yes, over the mesh."""
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in self._values().items()}
+
+    def _values(self) -> dict[str, Tensor]:
+        values = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for number, each in self.optimizer.state_dict()["state"].items():
-            state |= {f"optimizer.{number}.{key}": value for key, value in each.items()}
-        return {name: (value.to_local() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
+            values |= {f"optimizer.{number}.{key}": value for key, value in each.items()}
+        return values
 
 
 def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -3,8 +3,8 @@
     PYTHONPATH=tests python tests/checkpoint/test_random_kills.py --kills 100
 
 Four ranks on two hosts, forks of this process, keep every step in memory and save every fifth on disk. One of them kills itself at the
-n-th call or return of any function, in any thread, from the load on; n is drawn. Each second time its host's memory is lost as
-well. Then all ranks start again, and are killed again.
+n-th call or return of any function, in any thread, of the load or of the steps after it; n is drawn. Each second time its host's
+memory is lost as well. Then all ranks start again, and are killed again.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def test_a_run_killed_at_random_moments_goes_on_bit_for_bit_or_says_why_it_goes_
 
 def kill_and_restart(folder: Path, shape: tuple[int, ...], kills: int, draw: random.Random) -> Counter[str]:
     """Returns how often a rank was killed, and where the starts after that found the newest checkpoint."""
-    expected = [dict(losses(end)) for end in started(folder / "undisturbed", shape, (kills + 2) * STEPS_A_START, (-1, 0))]
+    expected = [dict(losses(end)) for end in started(folder / "undisturbed", shape, (kills + 2) * STEPS_A_START)]
     counts, acknowledged = Counter[str](), 0
-    num_calls = 1_000_000
+    num_calls = {"load": 1_000_000, "steps": 300_000}
     for start in itertools.count():
-        kill = draw.randrange(RANKS), draw.randrange(num_calls)
+        phase = draw.choice(["load", "steps", "steps"])
+        kill = phase, draw.randrange(RANKS), draw.randrange(num_calls[phase])
         is_last = counts["killed"] == kills or start == 3 * kills
-        ends = started(folder / "run", shape, STEPS_A_START, (-1, 0) if is_last else kill)
+        ends = started(folder / "run", shape, STEPS_A_START, *([] if is_last else kill))
         for end, of_rank in zip(ends, expected, strict=True):
             assert all(of_rank[step] == loss for step, loss in losses(end)), f"start {start}, rank {end.rank}, {kill}"
         resumed = {value[1:3] for end in ends for value in end.sent if value[0] == "resumed"}
@@ -62,11 +63,12 @@ def kill_and_restart(folder: Path, shape: tuple[int, ...], kills: int, draw: ran
         if is_last:
             assert not any(end.status for end in ends), [end.output for end in ends]
             return counts
-        if ends[kill[0]].status == -signal.SIGKILL:
+        victim = ends[kill[1]]
+        if victim.status == -signal.SIGKILL:
             counts["killed"] += 1
             if counts["killed"] % 2 == 0:
-                shutil.rmtree(folder / "run" / f"host_{kill[0] // RANKS_PER_HOST}", ignore_errors=True)
-        num_calls = max([value[1] for value in ends[kill[0]].sent if value[0] == "calls"], default=num_calls)
+                shutil.rmtree(folder / "run" / f"host_{victim.rank // RANKS_PER_HOST}", ignore_errors=True)
+        num_calls |= {value[1]: value[2] for value in victim.sent if value[0] == "calls"}
     raise AssertionError("it has no end")
 
 
@@ -74,8 +76,8 @@ def losses(end: RankEnd) -> Iterator[tuple[int, str]]:
     return ((value[1], value[2]) for value in end.sent if value[0] == "loss")
 
 
-def started(folder: Path, shape: tuple[int, ...], num_steps: int, kill: tuple[int, int]) -> Any:
-    """kill: the rank, and at which of its calls and returns"""
+def started(folder: Path, shape: tuple[int, ...], num_steps: int, phase: str = "", victim: int = -1, moment: int = 0) -> Any:
+    """victim: kills itself at that moment of a phase"""
 
     def body(rank: Rank) -> None:
         dist.init_process_group("gloo")
@@ -85,21 +87,29 @@ def started(folder: Path, shape: tuple[int, ...], num_steps: int, kill: tuple[in
         def count(*_: Any) -> None:
             nonlocal calls
             calls += 1
-            if calls == kill[1]:
+            if calls == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+        def begins(name: str) -> None:
+            sys.setprofile(None)
+            threading.setprofile(None)
+            if name and (name, rank.rank) == (phase, victim):
+                threading.setprofile(count)
+                sys.setprofile(count)
+            elif calls:
+                rank.send(("calls", phase, calls))
+
         run = Run(folder / "disk", mesh=mesh, memory=folder / f"host_{rank.rank // RANKS_PER_HOST}")
-        if rank.rank == kill[0]:
-            threading.setprofile(count)
-            sys.setprofile(count)
         with run.checkpointer as checkpointer, warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             first = 0
+            begins("load")
             if checkpointer.latest():
                 resumed = checkpointer.load()
                 first = resumed.step
                 why = [str(each.message) for each in found if "kept in memory" in str(each.message)]
                 rank.send(("resumed", first, resumed.source, why))
+            begins("steps")
             for step in range(first + 1, first + 1 + num_steps):
                 rank.send(("loss", step, run.step().hex()))
                 (checkpointer.keep if step % 5 else checkpointer.save)(step)
@@ -107,8 +117,7 @@ def started(folder: Path, shape: tuple[int, ...], num_steps: int, kill: tuple[in
                 if step % 3 == 0:
                     checkpointer.wait()
                     rank.send(("acknowledged", step))
-        sys.setprofile(None)
-        rank.send(("calls", calls))
+        begins("")
 
     return run_ranks(RANKS, body, limit_s=300, grace_s=2)
 

@@ -83,7 +83,7 @@ _CHOSEN_BY_COUNTS = {"aten::detach", "aten::new_empty_strided", "aten::copy_", "
 """Autograd copies a gradient, or takes it, by how many refer to it just then; both are the same to a graph."""
 
 
-class _Watch(torch_tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(torch_tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operator of a step. problem: the first one that makes the host wait; lines: where the user's program called each"""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _Watch(torch_tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outside[key] = tensor.untyped_storage()
         return key
 
-    def changed_since(self, before: _Watch) -> str | None:
+    def changed_since(self, before: Watch) -> str | None:
         """What this step does in another way than the one before it."""
         for index, (old, new) in enumerate(zip_longest(before.operators, self.operators)):
             if old == new:
@@ -141,7 +141,8 @@ class _Watch(torch_tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if old.tensors != new.tensors:
                 return f"sizes change: {new.name} got tensors of {_sizes(new)}, and of {_sizes(old)} one step before {where}"
             if old.values != new.values:
-                changed = ", ".join(f"{b}, {a} one step before" for a, b in zip_longest(old.values, new.values) if a != b)
+                changes = dict.fromkeys(f"{b}, {a} one step before" for a, b in zip_longest(old.values, new.values) if a != b)
+                changed = ", ".join(changes)
                 return f"a Python number changes, which a graph would keep: {new.name} got {changed} {where}"
             return f"an address changes: {new.name} read another tensor one step before {where}; pass it as an argument"
         return None
@@ -179,7 +180,7 @@ class _Form:
     def __init__(self, leaves: list[Any], device: torch.device, calls: int) -> None:
         self.buffers = [torch.empty_like(each, device=device) if isinstance(each, Tensor) else each for each in leaves]
         self.calls = calls
-        self.watch: _Watch | None = None
+        self.watch: Watch | None = None
         self.graph: Any = None
         self.output: Any = None
         self.grads: list[tuple[Tensor, Tensor | None]] = []
@@ -328,7 +329,7 @@ class CapturedStep:
             return self._called(form.buffers, tree)
         streams: Any = streams_of(self._device)
         self._module.synchronize()
-        with streams.as_in_capture(), _Watch() as watch:
+        with streams.as_in_capture(), Watch() as watch:
             result = self._called(form.buffers, tree)
             self._module.synchronize()
         before, form.watch = form.watch, watch

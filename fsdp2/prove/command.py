@@ -2,6 +2,7 @@
 
     fsdp2 prove --ranks 8 --steps 4 train.py -- --config tiny.toml
     fsdp2 prove --json -m recipes.train
+    fsdp2 prove --orders 16 train.py        # and in 16 orders of streams, on the pretend accelerator
 
 The exit status is 0 if nothing is wrong as far as it looked, 1 for a fault, 2 if the script could not run.
 """
@@ -15,26 +16,35 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..arguments import add_format
+from ..arguments import NATURAL, add_format, word_of
 from ..errors import ArgumentError
+from ..planner.api import plan_of
+from ..planner.script import of_script
+from ..planner.setting import Setting
 from ..printable import say, say_json
-from ..ranks import run_ranks
+from ..ranks import Rank, run_ranks
 from ..run import add_cpu_run, add_script, checked_script
+from ..state_bytes import StateBytes
+from ..testing import pretend
 from .judging import Run, statements_of
+from .on_device import device_rank
 from .verdict import Verdict
-from .witness import REFERENCES, Program, witness_rank
+from .witness import REFERENCES, Program, resumed_rank, witness_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cpu_run(parser, ranks=4, steps=4, timeout=30.0)
+    parser.add_argument(
+        "--orders", type=word_of(NATURAL), default=0, metavar="N", help="runs in other orders of streams, on the pretend accelerator"
+    )
     add_format(parser)
     add_script(parser)
 
@@ -43,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     arguments = checked_script("prove", options)
     program = Program(options.script, tuple(arguments), options.is_module)
     try:
-        found = prove(program, options.ranks, options.steps, timeout=options.timeout, limit=options.limit)
+        found = prove(program, options.ranks, options.steps, options.orders, timeout=options.timeout, limit=options.limit)
     except KeyboardInterrupt:
         sys.stderr.write("fsdp2 prove: interrupted; its ranks have ended\n")
         return 128 + signal.SIGINT
@@ -62,6 +72,7 @@ def proves(
     *,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     steps: int = 4,
+    orders: int = 0,
     limit: float = 600.0,
 ) -> Verdict:
     """For tests: prove a script, or a step of training. Raises AssertionError with the verdict unless nothing is wrong.
@@ -70,6 +81,7 @@ def proves(
     model:      with a step, a function that makes the model on each rank, shards it, and returns it. ``fully_shard`` must be a
                 name of its module: on the reference it means another function there
     optimizer:  makes the optimizer from the parameters
+    orders:     runs in other orders of streams, on the pretend accelerator
     Collective: no; this process forks the ranks. It may have no process group, and may not have used CUDA
 
     Example:
@@ -92,7 +104,7 @@ def proves(
         )
     else:
         program = Program(step.__name__, call=functools.partial(_train, step, model, optimizer, steps))
-    found = prove(program, ranks, steps, limit=limit)
+    found = prove(program, ranks, steps, orders, limit=limit)
     if found.verdict != "proven":
         raise AssertionError(str(found))
     return found
@@ -109,21 +121,34 @@ def _train(step: Callable[[Any, int], object], model: Callable[[], nn.Module], o
         steps_on.zero_grad()
 
 
-def prove(program: Program, num_ranks: int, num_steps: int, *, timeout: float = 30.0, limit: float = 600.0) -> Verdict:
+def prove(
+    program: Program, num_ranks: int, num_steps: int, num_orders: int = 0, *, timeout: float = 30.0, limit: float = 600.0
+) -> Verdict:
     """Run ``program`` and judge it. Collective: no; this process forks the ranks"""
     verdict = Verdict(program.script, num_ranks)
     with tempfile.TemporaryDirectory(prefix="fsdp2-prove-") as folder:
         runs: dict[str, Run] = {}
-        for role in ("real", *REFERENCES):
-            if any(_says_nothing_of_the_reference(each) for each in runs.values()):
-                continue
+
+        def run_as(role: str, body: Callable[..., NoReturn], *first: Any, last: tuple[Any, ...] = (), ranks: int = num_ranks) -> None:
             where = Path(folder, role)
             where.mkdir()
             begun = time.monotonic()
-            witness = functools.partial(witness_rank, role, program, where, num_steps, Path(folder, "real"))
-            runs[role] = Run(role, where, run_ranks(num_ranks, witness, limit_s=limit, patience_s=timeout))
+            rank = functools.partial(body, *first, program, where, num_steps, *last)
+            runs[role] = Run(role, where, run_ranks(ranks, rank, limit_s=limit, patience_s=timeout))
             verdict.seconds[role] = round(time.monotonic() - begun, 2)
-        _judge(verdict, runs)
+
+        for role in ("real", *REFERENCES):
+            if not any(_says_nothing_of_the_reference(each) for each in runs.values()):
+                run_as(role, witness_rank, role, last=(Path(folder, "real"),))
+        if any(not each.get("failure", "-") for each in runs["real"].all_events()):
+            run_as("resumed", resumed_rank, last=(Path(folder, "real"),), ranks=num_ranks // 2 or 2)
+        no_device = _no_device(num_orders, runs["real"])
+        for seed in (None, *range(num_orders)) if not no_device else ():
+            if seed is None or runs["device"].is_well:
+                run_as("device" if seed is None else f"order{seed}", device_rank, seed)
+        is_planned = program.is_file and any(each.get("name") == "fsdp2" for each in runs["real"].all_events())
+        planned = _planned(program, num_ranks, limit) if is_planned and runs["real"].is_well else None
+        _judge(verdict, runs, no_device, planned)
     return verdict
 
 
@@ -132,9 +157,34 @@ def _says_nothing_of_the_reference(run: Run) -> bool:
     return not run.num_steps and (run.role != "real" or run.is_well or not any(each["kind"] == "start" for each in run.all_events()))
 
 
-def _judge(verdict: Verdict, runs: dict[str, Run]) -> None:
-    real, reference, exact = (runs.get(role) for role in ("real", *REFERENCES))
-    assert real is not None
+def _no_device(num_orders: int, real: Run) -> str:
+    """Why there is no run on the pretend accelerator, which is compiled here, once."""
+    if not num_orders:
+        return "--orders N runs the script on the pretend accelerator, in N orders of streams"
+    if not real.is_well or not real.num_steps:
+        return "the program did not run to its last step"
+    if missing := pretend.missing_tools():
+        return f"the pretend accelerator needs {', '.join(missing)}"
+    try:
+        pretend.library()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _planned(program: Program, num_ranks: int, limit: float) -> StateBytes | str:
+    """What ``fsdp2 plan`` says that rank 0 keeps, or why it says nothing."""
+
+    def plan(rank: Rank) -> StateBytes:
+        workload, setting = of_script(program.script, [*program.arguments], Setting(world_size=num_ranks))
+        return plan_of(workload, setting, None, lambda planned: False).state
+
+    (end,) = run_ranks(1, plan, limit_s=limit)
+    return end.result if isinstance(end.result, StateBytes) else end.error or f"status {end.status}"
+
+
+def _judge(verdict: Verdict, runs: Mapping[str, Run], no_device: str, planned: StateBytes | str | None) -> None:
+    real = runs["real"]
     verdict.steps = real.num_steps
     verdict.implementation = next((each["name"] for each in real.all_events() if each["kind"] == "implementation"), "")
     if not any(run.num_steps for run in runs.values()) and not real.ranks.is_late and not real.is_refused:
@@ -142,5 +192,5 @@ def _judge(verdict: Verdict, runs: dict[str, Run]) -> None:
         why = real.why() or "no torch.optim.Optimizer has stepped"
         verdict.why_not_run = "\n".join([f"it made no step: {why}", *first.output.splitlines()[-12:]])
         return
-    verdict.statements = list(statements_of(real, reference, exact))
+    verdict.statements = list(statements_of(runs, no_device, planned))
     verdict.decide()

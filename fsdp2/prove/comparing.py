@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..inspector.difference import limit
-from ..inspector.fingerprint import Fingerprint
+from .parts import Seen
 
 MARGIN = 8.0
 TOO_ROUGH = 0.5
@@ -69,7 +69,7 @@ def compare(real: Events, reference: Events, exact: Events | None, *, is_whole: 
     found.differences += _wrong_beginnings(real, reference)
     tensors = _Tensors(found, reference)
     for key in dict.fromkeys(key for events in (reference, real) for key in _moments(events)):
-        tensors.compare(key, _wholes(real, key), _wholes(reference, key), _wholes(exact or {}, key))
+        tensors.compare(key, wholes(real, key), wholes(reference, key), wholes(exact or {}, key))
     found.differences.sort(key=lambda each: (each.step, PHASES.index(each.phase)))
     return found
 
@@ -77,7 +77,7 @@ def compare(real: Events, reference: Events, exact: Events | None, *, is_whole: 
 def _wrong_beginnings(real: Events, reference: Events) -> Iterator[Difference]:
     """Parameters that nobody has changed between ``fully_shard`` and the first forward of the reference."""
     kept = [{name for e in events if e["kind"] == "as made" for name in e["names"]} for events in reference.values()]
-    ours, theirs = (_wholes(each, (1, "start", 0)) for each in (real, reference))
+    ours, theirs = (wholes(each, (1, "start", 0)) for each in (real, reference))
     wrong: dict[str, int] = {}
     for name in (name for name in theirs if all(name in of_rank for of_rank in kept)):
         for copy, own in ours.get(name, {}).items():
@@ -125,36 +125,20 @@ def _moments(events: Events) -> list[Key]:
     return [key for key in each[0] if all(key in other for other in each)] if each else []
 
 
-@dataclass(frozen=True)
-class Whole:
-    made: Fingerprint
-    numel: int
-    eps: float
-    dtype_eps: float
-
-    def distance(self, other: Whole | None) -> float:
-        return self.made.distance(other.made) if other is not None else 0.0
-
-    def minus(self, other: Whole | None) -> float:
-        """About the norm of the difference."""
-        return self.made.norm if other is None else self.distance(other)
-
-
-def _wholes(events: Events, key: Key) -> dict[str, dict[int, Whole]]:
+def wholes(events: Events, key: Key) -> dict[str, dict[int, Seen]]:
     """By name, and by copy: each a sum over the ranks that have a part of it."""
-    found: dict[str, dict[int, Whole]] = {}
+    found: dict[str, dict[int, Seen]] = {}
     for of_rank in events.values():
         for event in of_rank:
             if (event["step"], event["kind"], event.get("optimizer", 0)) == key:
                 for name, seen in event["values"].items():
                     copies = found.setdefault(name, {})
                     before = copies.get(seen.copy)
-                    made = seen.made if before is None else before.made + seen.made
-                    copies[seen.copy] = Whole(made, seen.numel, seen.eps, seen.dtype_eps)
+                    copies[seen.copy] = seen if before is None else replace(before, made=before.made + seen.made)
     return found
 
 
-def of_copy(copies: dict[int, Whole] | None, copy: int) -> Whole | None:
+def of_copy(copies: dict[int, Seen] | None, copy: int) -> Seen | None:
     return None if not copies else copies.get(copy, copies[min(copies)])
 
 
@@ -163,7 +147,7 @@ class _Tensors:
 
     def __init__(self, found: Compared, reference: Events) -> None:
         self._found = found
-        self._start = _wholes(reference, (1, "start", 0))
+        self._start = wholes(reference, (1, "start", 0))
         self._relative: dict[tuple[str, str], float] = {}
 
     def compare(self, key: Key, real: Any, reference: Any, exact: Any) -> None:
@@ -187,7 +171,7 @@ class _Tensors:
             self._found.differences.append(Difference(step, phase, names, ranks, said))
 
     def _difference(
-        self, phase: str, name: str, ours: Whole | None, theirs: Whole | None, full: Whole | None, copy: int, mean_square: float
+        self, phase: str, name: str, ours: Seen | None, theirs: Seen | None, full: Seen | None, copy: int, mean_square: float
     ) -> tuple[float, str]:
         """How much larger than rounding the difference is, and what it is; 0.0: it has no size."""
         if ours is None or theirs is None:
@@ -200,7 +184,7 @@ class _Tensors:
         if phase == "parameters":
             start = of_copy(self._start.get(name), copy)
             bound = 4 * theirs.dtype_eps * theirs.made.norm
-            size = theirs.minus(start) if start is not None else 0.0
+            size = theirs.distance(start)
         off = theirs.distance(full) if full is not None else 0.0
         if math.isfinite(off) and size > 0:
             key = phase, name
@@ -222,7 +206,7 @@ class _Tensors:
         return distance / bound if bound else math.inf, said
 
 
-def _ratio(ours: Whole | None, theirs: Whole | None) -> float | None:
+def _ratio(ours: Seen | None, theirs: Seen | None) -> float | None:
     """By what the implementation's tensor is multiplied, if by one number."""
     if ours is None or theirs is None or not ours.made.squares or not math.isfinite(ours.made.squares):
         return None
@@ -243,10 +227,10 @@ def first_that_ranks_do_not_share(reference: Events) -> Difference | None:
         rank: next((each["peers"] for each in events if each["kind"] == "peers"), {}) for rank, events in reference.items()
     }
     alone = {name for events in reference.values() for each in events if each["kind"] == "peers" for name in each["alone"]}
-    start = _wholes(reference, (1, "start", 0))
+    start = wholes(reference, (1, "start", 0))
     for key in _moments(reference):
         wrong: dict[str, set[int]] = {}
-        for name, copies in _wholes(reference, key).items() if key[1] == "parameters" else ():
+        for name, copies in wholes(reference, key).items() if key[1] == "parameters" else ():
             for group in (group for rank in copies for group in peers.get(rank, {}).get(name, ())):
                 if _differ(copies, group) and not (name in alone and _differ(start.get(name, {}), group)):
                     wrong.setdefault(name, set()).update(group)
@@ -259,7 +243,7 @@ def first_that_ranks_do_not_share(reference: Events) -> Difference | None:
     return None
 
 
-def _differ(copies: Mapping[int, Whole], ranks: Sequence[int]) -> bool:
+def _differ(copies: Mapping[int, Seen], ranks: Sequence[int]) -> bool:
     return len({copies[rank].made.checksum for rank in ranks if rank in copies}) > 1
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from ..doctor.finding import Report
 from ..doctor.rank_record import RankRecord, place_of, read_records, report_of_records
-from ..printable import of_ranks
+from ..printable import counted, in_bytes, of_ranks
 from ..ranks import Ranks
-from .comparing import Compared, Events, compare, first_differing_call, first_that_ranks_do_not_share
-from .verdict import Statement, not_looked_at
-from .witness import read_events
+from ..state_bytes import StateBytes
+from .comparing import Compared, Events, compare, first_differing_call, first_that_ranks_do_not_share, wholes
+from .verdict import Method, Statement, not_looked_at
+from .witness import REFERENCES, read_events
 
 _SUBJECTS = {"loss": "losses", "gradients": "gradients", "parameters": "parameters", "buffers": "buffers"}
 
@@ -97,8 +98,12 @@ def _is_of_backend(failure: str) -> bool:
     return any(word in failure for word in ("gloo", "LostRankError", "Connection closed", "Connection reset"))
 
 
-def statements_of(real: Run, reference: Run | None, exact: Run | None) -> Iterator[Statement]:
-    """Those that follow from these runs, the gravest faults first."""
+def statements_of(runs: Mapping[str, Run], no_device: str, planned: StateBytes | str | None) -> Iterator[Statement]:
+    """Those that follow from these runs, the gravest faults first.
+
+    no_device: why there is no run on the pretend accelerator; planned: bytes that a rank keeps, or why there is no plan
+    """
+    real, reference, exact = runs["real"], *(runs.get(role) for role in REFERENCES)
     apart = first_differing_call(real.calls())
     by_backend = (record := real.first_failure()) is None or _is_of_backend(record.failure)
     if apart is not None and (real.is_well or by_backend):  # else a rank has failed by itself
@@ -117,8 +122,9 @@ def statements_of(real: Run, reference: Run | None, exact: Run | None) -> Iterat
     yield from _of_comparison(real, reference, exact)
     yield from _of_doctor(report, ("warning",))
     yield _of_certificate(real)
-    for subject in ("orders", "checkpoint", "plan", "capture"):
-        yield not_looked_at(subject, "fsdp2 prove does not look at this yet")
+    yield from _of_device(runs, no_device)
+    yield _of_checkpoint(real, runs.get("resumed"))
+    yield _of_plan(real, planned)
     if not looked and not report:
         yield not_looked_at("doctor", "no optimizer has stepped on a sharded model that the doctor knows")
     elif not any(each.severity != "note" for each in report):
@@ -149,6 +155,76 @@ def _of_doctor(report: Report, severities: tuple[str, ...]) -> Iterator[Statemen
         if each.severity in severities:
             said = f"{each.check}: {each.what}; {each.why}"
             yield Statement("doctor", False, "measured", said, each.fix, each.check, names=each.params, ranks=each.ranks)
+
+
+def _of_device(runs: Mapping[str, Run], no_device: str) -> Iterator[Statement]:
+    """``orders`` and ``capture``."""
+    at_once = runs.get("device")
+    if at_once is None or not at_once.is_well:
+        why = no_device if at_once is None else f"the program cannot run on the pretend accelerator: {at_once.why()}"
+        yield from (not_looked_at(subject, why) for subject in ("orders", "capture"))
+        return
+    stand_in: Method = "measured on a stand-in"
+    orders = [run for role, run in runs.items() if role.startswith("order")]
+    fault = next(filter(None, map(functools.partial(_wrong_order, at_once), orders)), None)
+    said = f"losses, gradients and parameters have the same bits in {counted(len(orders), 'order')} of streams"
+    yield fault or Statement("orders", True, stand_in, said)
+    watched = [each for each in at_once.all_events() if each["kind"] == "captured" and (each["problem"] or each["is_compared"])]
+    problem = next((each["problem"] for each in watched if each["problem"]), None)
+    said = "from the first forward to the end of the optimizer's step, " + (problem or "nothing waits for the device, or changes")
+    yield (
+        Statement("capture", None if problem else True, stand_in, said)
+        if watched
+        else not_looked_at("capture", "that takes three steps")
+    )
+
+
+def _of_checkpoint(real: Run, resumed: Run | None) -> Statement:
+    saved = [each for each in real.all_events() if each["kind"] == "saved"]
+    failure = next((each["failure"] for each in saved), "")
+    if resumed is None or failure:
+        return not_looked_at("checkpoint", failure or "that takes as many steps of one optimizer as --steps says")
+    loaded = [each for each in resumed.all_events() if each["kind"] == "loaded"]
+    on = counted(len(resumed.ranks), "rank")
+    if not loaded:
+        return not_looked_at("checkpoint", f"the program cannot run on {on}: {resumed.why() or 'it made no step'}")
+    said = f"saved on {counted(len(saved), 'rank')} and loaded on {on}, "
+    if failure := loaded[0]["failure"]:
+        return Statement("checkpoint", False, "measured", said + failure)
+    before, after = (wholes(run.events, (first["step"], first["kind"], 0)) for run, first in ((real, saved[0]), (resumed, loaded[0])))
+    bits = [{name: {each.made.checksum for each in copies.values()} for name, copies in found.items()} for found in (before, after)]
+    several = [name for name, each in bits[0].items() if len(each) > 1]
+    wrong = tuple(name for name, each in bits[0].items() if name not in several and bits[1].get(name) != each)
+    wrong += tuple(name for name, each in saved[0]["numbers"].items() if loaded[0]["numbers"].get(name) != each)
+    if wrong:
+        return Statement("checkpoint", False, "measured", f"{said}{wrong[0]} is another", step=real.num_steps, names=wrong)
+    more = f"; ranks have {len(several)} others of their own, such as {several[0]}, of which it keeps one rank's" if several else ""
+    return Statement("checkpoint", True, "measured", f"{said}{counted(len(before) - len(several), 'tensor')} have the same bits{more}")
+
+
+def _of_plan(real: Run, planned: StateBytes | str | None) -> Statement:
+    kept = next((each["state"] for each in real.events.get(0, ()) if each["kind"] == "kept"), None)
+    if not isinstance(kept, StateBytes) or not isinstance(planned, StateBytes):
+        return not_looked_at("plan", planned if isinstance(planned, str) else "that takes the second step of a script of fsdp2")
+    told = ", ".join(
+        f"{in_bytes(getattr(kept, part))} {part} (planned: {in_bytes(getattr(planned, part))})" for part in kept.__dataclass_fields__
+    )
+    return Statement("plan", kept == planned or None, "measured", f"before the second optimizer step rank 0 keeps {told}")
+
+
+def _wrong_order(at_once: Run, run: Run) -> Statement | None:
+    """Where a run in another order fails, or has other bits."""
+    fix = "let the stream that reads wait for the stream that writes (Stream.wait_stream); keep what it reads alive (record_stream)"
+    found = [(run.num_steps, first.rank, run.why())] if (first := run.ranks.first_failed) is not None else []
+    for rank, events in run.events.items() if run.is_well else ():
+        at_once_seen = [each for each in at_once.events[rank] if each["kind"] == "seen"]
+        differing = (one for one, other in zip(at_once_seen, events, strict=False) if one != other)
+        found += [(one["step"], rank, f"{one['what']} is another than at once") for one in differing][:1]
+    if not found:
+        return None
+    step, rank, what = min(found)
+    said = f"in order {run.role.removeprefix('order')}, {what}"
+    return Statement("orders", False, "measured on a stand-in", said, fix, step=step, ranks=(rank,))
 
 
 def _of_comparison(real: Run, reference: Run | None, exact: Run | None) -> Iterator[Statement]:

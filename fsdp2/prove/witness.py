@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,39 +29,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..checkpoint.model_tensors import cuts_of
-from ..checkpoint.shard_geometry import Box, Piece, pieces_of
 from ..doctor import hearing
 from ..doctor.patient import Patient, _living
 from ..doctor.replicas import digest
 from ..doctor.step_checks import digest_of
 from ..inspect import Listener, is_sharded, listen
-from ..inspector.fingerprint import Fingerprint, Fingerprints, runs_of
 from ..ranks import Rank
 from ..reference import Axes, ReferenceModule
 from ..run import run_script
-from ..torch_names import torch_dtensors
+from ..state_bytes import measured_state_bytes
 from .certificate import Scales
+from .checkpoint import load, save
+from .parts import Seen, copy_into, eps_of, fingerprints, local_of, placed, plain_name
 from .stand_ins import on_the_reference, settle
 
-NUM_SKETCHES = 16
 REFERENCES = {"reference": None, "reference64": torch.float64}
 """The runs on the reference, by name, and the dtype in which they compute."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A rank's part of a tensor.
-
-    copy: the lowest rank that has a part of the same copy
-    eps:  the coarsest rounding unit that it went through
-    """
-
-    made: Fingerprint
-    copy: int
-    numel: int
-    eps: float
-    dtype_eps: float
 
 
 @dataclass(frozen=True)
@@ -74,6 +56,10 @@ class Program:
     is_module: bool = False
     call: Callable[[], object] | None = None
 
+    @property
+    def is_file(self) -> bool:
+        return self.call is None and not self.is_module
+
     def run(self) -> None:
         if self.call is not None:
             self.call()
@@ -81,15 +67,58 @@ class Program:
             run_script(self.script, self.arguments, self.is_module)
 
 
-class Witness(Patient):
+class Teller(Patient):
+    """A patient of whom each rank writes down events."""
+
+    def __init__(self, folder: Path, max_steps: int) -> None:
+        super().__init__(max_steps, str(folder))
+        self._events = open(folder / f"events-{self.record.rank}", "wb", buffering=0)  # noqa: SIM115 (until the process ends)
+
+    def run(self, script: Callable[[], object]) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            hearing.backwards.listen(self._on_backward)
+            undo.callback(hearing.backwards.ignore, self._on_backward)
+            super().run(script)
+
+    def _tell(self, kind: str, step: int, **said: Any) -> None:
+        self._events.write(pickle.dumps({"kind": kind, "step": step, **said}))
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
+
+    def _on_backward(self, tensors: Any) -> None: ...
+
+
+class Healthy(Teller):
+    """No doctor looks at it."""
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._model is None and is_sharded(module):
+            self._model = module
+
+    def _look(self, roots: list[nn.Module], optimizer: Optimizer) -> None: ...
+
+
+class Resumed(Healthy):
+    """Loads the checkpoint of another run after its first step. saved: the folder of that run"""
+
+    def __init__(self, folder: Path, max_steps: int, saved: Path) -> None:
+        super().__init__(folder, max_steps)
+        self._saved = saved
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._model is not None and not self._has_ended:
+            self._tell("loaded", 1, **load(self._model, optimizer, self._saved / "checkpoint"))
+            self._stop_script()
+
+
+class Witness(Teller):
     """role: "real", or one of REFERENCES. start: the folder of the run whose initial values this one takes"""
 
     def __init__(self, role: str, folder: Path, max_steps: int, start: Path | None) -> None:
-        super().__init__(max_steps, str(folder))
+        super().__init__(folder, max_steps)
         self.role, self._start = role, start
-        rank = self.record.rank
-        self._events = open(folder / f"events-{rank}", "wb", buffering=0)  # noqa: SIM115 (until the process ends)
-        self._calls = open(folder / f"calls-{rank}", "wb", buffering=0)  # noqa: SIM115
+        self._calls = open(folder / f"calls-{self.record.rank}", "wb", buffering=0)  # noqa: SIM115 (until the process ends)
         self._named: dict[int, tuple[str, Tensor]] = {}
         self._eps = 0.0
         self._coarse: dict[str, float] = {}
@@ -102,16 +131,9 @@ class Witness(Patient):
         return on_the_reference(REFERENCES[self.role]) if self.role in REFERENCES else contextlib.nullcontext()
 
     def run(self, script: Callable[[], object]) -> None:
-        with contextlib.ExitStack() as undo:
-            undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            hearing.backwards.listen(self._on_backward)
-            undo.callback(hearing.backwards.ignore, self._on_backward)
-            undo.enter_context(_collectives_told(self._on_collective))
+        with _collectives_told(self._on_collective), contextlib.ExitStack() as undo:
             undo.callback(listen(_Places(self)))
             super().run(script)
-
-    def _tell(self, kind: str, step: int, **said: Any) -> None:
-        self._events.write(pickle.dumps({"kind": kind, "step": step, **said}))
 
     @property
     def _step(self) -> int:
@@ -132,7 +154,7 @@ class Witness(Patient):
         if torch.is_autocast_enabled("cpu"):
             self._eps = torch.finfo(torch.get_autocast_dtype("cpu")).eps
         for name, param in module.named_parameters():
-            self._named[id(param)] = _plain(name), param
+            self._named[id(param)] = plain_name(name), param
         self._tell("inputs", 1, digest=digest_of(args))
         self._tell("start", 1, values=self._seen(self._named.values()))
         if self._start is not None:
@@ -151,12 +173,12 @@ class Witness(Patient):
             alone = [name for name, each in self._named.values() if name not in axes and each.requires_grad]
             self._tell("peers", 1, peers=peers | ({} if widest is None else dict.fromkeys(alone, _peers(widest))), alone=alone)
             made = {param: getattr(axes, "initial", None) for unit in units for param, axes in unit.params.items()}
-            self._tell("as made", 1, names=[self._named[id(each)][0] for each, was in made.items() if was == digest(_local(each))])
+            self._tell("as made", 1, names=[self._named[id(each)][0] for each, was in made.items() if was == digest(local_of(each))])
             self._take_values_of(self._start)
         else:
             kind = "fsdp2" if type(module).__mro__[1].__module__.startswith("fsdp2") else "torch"
             self._tell("implementation", 1, name=kind)
-            kept = {name: (_local(tensor), *_placed(tensor)) for name, tensor in self._named.values()}
+            kept = {name: (local_of(tensor), *placed(tensor)) for name, tensor in self._named.values()}
             torch.save({"values": kept, "random": torch.get_rng_state()}, self._file("start"))
 
     def _take_values_of(self, run: Path) -> None:
@@ -167,7 +189,7 @@ class Witness(Patient):
             kept = torch.load(path, weights_only=False, mmap=True)
             for name, (values, copy, pieces) in kept["values"].items():
                 if name in name_of and copy == own["values"][name][1]:  # experts of other ranks have this name as well
-                    _copy(values, pieces, name_of[name])
+                    copy_into(values, pieces, name_of[name])
         torch.set_rng_state(own["random"])
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -183,8 +205,9 @@ class Witness(Patient):
         self._tell(
             "gradients", self._taken.get(optimizer, 0) + 1, optimizer=number, values=self._seen(grads), held=[name for name, _ in held]
         )
-        if self._scales is not None:
+        if self._scales is not None and self._first is not None:
             self._certify(self._scales)
+            self._tell("kept", self._step, state=measured_state_bytes(self._first, optimizer))
         super()._before_step(optimizer, args, kwargs)
 
     def _certify(self, scales: Scales) -> None:
@@ -205,13 +228,16 @@ class Witness(Patient):
         if self.role == "real" and self._first is not None and step == 1 and len(self._taken) == 1:
             self._scales = Scales(self._first)
         if self._first is not None:
-            buffers = ((_plain(name), each) for name, each in self._first.named_buffers() if not each.is_complex())
+            buffers = ((plain_name(name), each) for name, each in self._first.named_buffers() if not each.is_complex())
             self._tell("buffers", step, optimizer=self._number(optimizer), values=self._seen(buffers))
+        is_last = self.role == "real" and step == self._max_steps and len(self._taken) == 1
+        if is_last and self._first is not None and (self._meeting is None or self._meeting.hold(range(dist.get_world_size()))):
+            self._tell("saved", step, **save(self._first, optimizer, Path(self._folder, "checkpoint")))
 
     def _on_backward(self, tensors: Any) -> None:
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        values = [_local(each).double().sum().item() for each in losses]
-        self._tell("loss", self._step, values=values, eps=max([self._eps, *(_eps(each.dtype) for each in losses)]))
+        values = [local_of(each).double().sum().item() for each in losses]
+        self._tell("loss", self._step, values=values, eps=max([self._eps, *(eps_of(each.dtype) for each in losses)]))
 
     def _on_collective(self, name: str, group: Any, tensor: Any) -> None:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -231,7 +257,7 @@ class Witness(Patient):
             modules = [(len(missing.keys() & {id(each) for each in module.parameters()}), module) for module in _living(nn.Module)]
             most, module = max(modules, key=lambda each: (each[0], -len(list(each[1].modules()))), default=(0, nn.Module()))
             kind = type(module).__name__.removeprefix("FSDP")
-            names = [(f"{kind}: {_plain(name)}", param) for name, param in module.named_parameters() if id(param) in missing]
+            names = [(f"{kind}: {plain_name(name)}", param) for name, param in module.named_parameters() if id(param) in missing]
             if not most:
                 names = [(f"parameter {number} of the optimizer, in no module", param) for number, param in enumerate(missing.values())]
             for name, param in names:
@@ -239,13 +265,7 @@ class Witness(Patient):
                 del missing[id(param)]
 
     def _seen(self, tensors: Any) -> dict[str, Seen]:
-        found = [(name, tensor, *_placed(tensor)) for name, tensor in tensors]
-        made = Fingerprints(NUM_SKETCHES)
-        made.take((_local(tensor), runs_of(tensor.shape, pieces)) for _, tensor, _, pieces in found)
-        return {
-            name: Seen(each, copy, tensor.numel(), max(self._eps, self._coarsest(name)), _eps(tensor.dtype))
-            for (name, tensor, copy, _), each in zip(found, made.all(), strict=True)
-        }
+        return {name: replace(seen, eps=max(self._eps, self._coarsest(name))) for name, seen in fingerprints(tensors).items()}
 
     def _coarsest(self, name: str) -> float:
         """Of the dtypes in which the reference computes and reduces a parameter of this name."""
@@ -254,7 +274,7 @@ class Witness(Patient):
                 for param in unit.params:
                     if id(param) in self._named and param.is_floating_point():
                         dtypes = unit.dtype_of(param), unit.reduce_dtype(param), param.dtype
-                        self._coarse[self._named[id(param)][0]] = max(map(_eps, dtypes))
+                        self._coarse[self._named[id(param)][0]] = max(map(eps_of, dtypes))
         return self._coarse.get(name, 0.0)
 
     def _file(self, kind: str) -> Path:
@@ -287,16 +307,25 @@ class _Places(Listener):
         self._witness.place = ""
 
 
-def witness_rank(role: str, program: Program, folder: Path, max_steps: int, real: Path, rank: Rank) -> None:
+def witness_rank(role: str, program: Program, folder: Path, max_steps: int, real: Path, rank: Rank) -> NoReturn:
     """One rank of a run; ends with the script's status. real: the folder of the run whose initial values those on the reference take"""
-    random.seed(rank.rank)  # the same in all runs
+    run_rank(Witness(role, folder, max_steps, real if role in REFERENCES else None), program, rank)
+
+
+def resumed_rank(program: Program, folder: Path, max_steps: int, saved: Path, rank: Rank) -> NoReturn:
+    """One rank of a run on another number of ranks; ends with the script's status."""
+    run_rank(Resumed(folder, max_steps, saved), program, rank)
+
+
+def run_rank(patient: Patient, program: Program, rank: Rank) -> NoReturn:
+    """Run the program with random numbers that are the same in all runs, and end this process with its status."""
+    random.seed(rank.rank)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(rank.rank)
-    witness = Witness(role, folder, max_steps, real if role in REFERENCES else None)
-    witness.run(program.run)
-    if not witness.record.has_failed and dist.is_initialized():
+    patient.run(program.run)
+    if not patient.record.has_failed and dist.is_initialized():
         dist.destroy_process_group()
-    sys.exit(witness.record.status or 0)
+    sys.exit(patient.record.status or 0)
 
 
 def read_events(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -306,50 +335,6 @@ def read_events(folder: Path, rank: int) -> list[dict[str, Any]]:
         while True:
             found.append(pickle.load(file))
     return found
-
-
-# --- tensors ------------------------------------------------------------------------------------------------------------------------
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return torch_dtensors.waited_for(torch_dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
-
-
-@functools.lru_cache
-def _eps(dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
-
-
-def _placed(tensor: Tensor) -> tuple[int, list[Piece]]:
-    """The lowest rank that holds a part of this rank's copy, and the pieces that it holds."""
-    if not isinstance(tensor, DTensor):
-        return int(os.environ["RANK"]), pieces_of(tensor.shape, ())
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    first = tuple(
-        0 if torch_dtensors.shard_dim(each) is not None else here for each, here in zip(tensor.placements, coordinate, strict=True)
-    )
-    return int(mesh.mesh[first]), pieces_of(tensor.shape, cuts_of(tensor, coordinate))
-
-
-def _copy(values: Tensor, pieces: list[Piece], to: Tensor) -> None:
-    """Give ``to`` the elements that both have."""
-    for piece in pieces:
-        for own in _placed(to)[1]:
-            both = piece.box.intersect(own.box)
-            if both.numel:
-                _local(to)[_within(both, own)] = values[_within(both, piece)].to(to.dtype)
-
-
-def _within(box: Box, piece: Piece) -> tuple[slice, ...]:
-    return tuple(
-        slice(start - first + at, stop - first + at)
-        for start, stop, first, at in zip(box.start, box.stop, piece.box.start, piece.at, strict=True)
-    )
 
 
 # --- collectives --------------------------------------------------------------------------------------------------------------------
@@ -390,4 +375,4 @@ def _collectives_told(tell: Callable[[str, Any, Any], None]) -> Iterator[None]:
         yield
 
 
-__all__ = ["REFERENCES", "Program", "Seen", "Witness", "read_events", "witness_rank"]
+__all__ = ["REFERENCES", "Healthy", "Program", "Witness", "read_events", "resumed_rank", "run_rank", "witness_rank"]

@@ -14,19 +14,23 @@ from torch.testing import assert_close
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches, mlp, token_batches, transformer
-from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     adamw,
     assert_equal_training,
     assert_same_bits,
-    assert_trains_as,
-    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     fed_whole,
     sgd,
 )
 from harness.user_warnings import warned_on_rank_0
+
+
+def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
+    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
+
 
 # --- ties ---------------------------------------------------------------------------------------------------------------------
 
@@ -36,7 +40,7 @@ from harness.user_warnings import warned_on_rank_0
 def test_a_head_tied_to_its_embedding_stays_tied(optimizer):
     model = transformer(tied=True)
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
-    shard_blocks(model)
+    shard(model)
     assert model.head.weight is model.embedding.weight
     steps = fed_own_chunk(model, token_batches(), optimizer)
     assert model.head.weight is model.embedding.weight
@@ -63,14 +67,15 @@ class TiedAcrossBlocks(nn.Module):
 @pytest.mark.parametrize("as_a_list", [True, False])
 def test_a_weight_shared_by_two_layers_of_one_group(as_a_list):
     torch.manual_seed(0)
-    model, reference = with_reference(TiedAcrossBlocks())
+    model = TiedAcrossBlocks()
+    reference = copy.deepcopy(model)
     if as_a_list:
         fully_shard([model.blocks[0], model.blocks[1], model.blocks[2]], mesh=cpu_mesh())
     else:
         fully_shard(model.blocks[1], mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
     assert model.blocks[0].weight is model.blocks[2].weight
-    assert_trains_bitwise_as(model, reference, batches())
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
 
 
 class SharedModule(nn.Module):
@@ -90,11 +95,12 @@ class SharedModule(nn.Module):
 @pytest.mark.parametrize("after", [True, False])
 def test_a_module_under_two_names(after):
     torch.manual_seed(0)
-    model, reference = with_reference(SharedModule())
+    model = SharedModule()
+    reference = copy.deepcopy(model)
     fully_shard(model.first, mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard(model.middle, mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard(model, mesh=cpu_mesh())
-    assert_trains_bitwise_as(model, reference, batches())
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
 
 
 # --- several calls --------------------------------------------------------------------------------------------------------------
@@ -122,7 +128,7 @@ def test_blocks_called_several_times_before_backward(after, needs_input_grad):
     torch.manual_seed(0)
     model = Repeated()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
-    shard_blocks(model, after)
+    shard(model, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x.clone().requires_grad_(needs_input_grad)).square().mean()
@@ -138,7 +144,9 @@ def test_blocks_called_several_times_before_backward(after, needs_input_grad):
 @pytest.mark.parametrize("after", [True, False, None])
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_two_forwards_before_one_backward(after, needs_input_grad):
-    model, reference = with_reference(mlp(), shard_blocks, after)
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         first, second = (half.clone().requires_grad_(needs_input_grad) for half in x.chunk(2))
@@ -146,7 +154,8 @@ def test_two_forwards_before_one_backward(after, needs_input_grad):
         loss.backward()
         return loss
 
-    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
 
 
 @on_ranks(1, 2, 3)
@@ -154,7 +163,9 @@ def test_two_forwards_before_one_backward(after, needs_input_grad):
 @pytest.mark.parametrize("in_order", [True, False])
 def test_two_forwards_then_two_backwards(after, in_order):
     """Each backward reduces what it has; the sums over micro-batches are formed after the reduction, so bounds hold, not bits."""
-    model, whole = with_reference(mlp(), shard_blocks, after)
+    model = mlp()
+    whole = copy.deepcopy(model)
+    shard(model, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         losses = [model(half).square().mean() / 2 for half in x.chunk(2)]
@@ -162,12 +173,15 @@ def test_two_forwards_then_two_backwards(after, in_order):
             loss.backward()
         return sum(losses)
 
-    assert_trains_as(model, whole, batches(), iteration=iteration)
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(whole, batches(), iteration=iteration))
 
 
 @on_ranks(2, 3)
 def test_a_backward_that_is_repeated_adds_the_gradient_again():
-    model, reference = with_reference(mlp(), shard_blocks, False)
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, False)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().mean()
@@ -175,12 +189,15 @@ def test_a_backward_that_is_repeated_adds_the_gradient_again():
         loss.backward()
         return loss
 
-    assert_trains_as(model, reference, batches(), iteration=iteration)
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
 
 
 @on_ranks(2, 3)
 def test_a_backward_that_is_repeated_gathers_again_what_was_freed():
-    model, reference = with_reference(mlp(), shard_blocks, True)
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, True)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().mean()
@@ -188,7 +205,8 @@ def test_a_backward_that_is_repeated_gathers_again_what_was_freed():
         loss.backward()
         return loss
 
-    assert_trains_as(model, reference, batches(), iteration=iteration)
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
 
 
 # --- order ----------------------------------------------------------------------------------------------------------------------
@@ -215,7 +233,9 @@ ORDERS = [[0, 1, 2, 3], [3, 2, 1, 0], [0, 2], [1, 3, 0], [0, 1, 2, 3], [2, 2, 0]
 @pytest.mark.parametrize("after", [True, False])
 def test_an_order_that_differs_between_iterations_costs_overlap_only(after):
     torch.manual_seed(0)
-    model, reference = with_reference(Reordered(), shard_blocks, after)
+    model = Reordered()
+    reference = copy.deepcopy(model)
+    shard(model, after)
 
     def iterations():
         orders = iter([])
@@ -242,22 +262,25 @@ def test_an_order_that_differs_between_iterations_costs_overlap_only(after):
 
 @on_ranks(2, 3)
 def test_explicit_prefetch_lists_change_no_number():
-    model, reference = with_reference(mlp(num_blocks=4), shard_blocks)
+    model = mlp(num_blocks=4)
+    reference = copy.deepcopy(model)
+    shard(model)
     blocks = list(model.blocks)
     model.set_modules_to_forward_prefetch(blocks[:2])
     blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
     blocks[1].set_modules_to_forward_prefetch([blocks[3]])  # not the one that comes next
     blocks[3].set_modules_to_backward_prefetch([blocks[2], blocks[1]])
     blocks[2].set_modules_to_backward_prefetch([blocks[0]])
-    assert_trains_bitwise_as(model, reference, batches(4))
+    assert_same_bits(fed_own_chunk(model, batches(4)), fed_in_chunks(reference, batches(4)))
 
 
 @on_ranks(2, 3)
 def test_prefetching_a_module_that_does_not_run_leaves_it_sharded_and_valid():
     torch.manual_seed(0)
-    model, reference = with_reference(Reordered())
+    model = Reordered()
+    reference = copy.deepcopy(model)
     model.order = reference.order = [0, 1]
-    shard_blocks(model)
+    shard(model)
     model.blocks[1].set_modules_to_forward_prefetch([model.blocks[3]])
     model.blocks[1].set_modules_to_backward_prefetch([model.blocks[2]])
     steps = fed_own_chunk(model, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1))
@@ -340,10 +363,11 @@ class Nest(nn.Module):
 @pytest.mark.parametrize("after", [True, False, None])
 def test_groups_nested_in_groups(after):
     torch.manual_seed(0)
-    model, reference = with_reference(Nest(3))
+    model = Nest(3)
+    reference = copy.deepcopy(model)
     for module in reversed([module for module in model.modules() if isinstance(module, Nest)]):
         fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=after)
-    assert_trains_bitwise_as(model, reference, batches())
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
 
 
 class OnlyChildrenHaveParameters(nn.Module):
@@ -359,17 +383,19 @@ class OnlyChildrenHaveParameters(nn.Module):
 @on_ranks(1, 2, 3)
 def test_a_root_without_parameters_of_its_own():
     torch.manual_seed(0)
-    model, reference = with_reference(OnlyChildrenHaveParameters())
+    model = OnlyChildrenHaveParameters()
+    reference = copy.deepcopy(model)
     fully_shard(model.left, mesh=cpu_mesh())
     fully_shard(model.right, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
-    assert_trains_bitwise_as(model, reference, batches())
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
 
 
 @on_ranks(1, 2, 3)
 def test_a_list_of_modules_as_one_group():
-    model, reference = with_reference(mlp())
+    model = mlp()
+    reference = copy.deepcopy(model)
     fully_shard([model.blocks[0], model.blocks[1]], mesh=cpu_mesh())
     fully_shard([model.blocks[2], model.last], mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
-    assert_trains_bitwise_as(model, reference, batches())
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.prove.judging import Run, _of_certificate
+from fsdp2.inspector.fingerprint import Fingerprint
+from fsdp2.prove.judging import Run, _of_certificate, _of_checkpoint
+from fsdp2.prove.parts import Seen
 from fsdp2.ranks import Ranks
-from fsdp2.testing import proves
+from fsdp2.testing import pretend, proves
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,15 +66,24 @@ def prove(tmp_path: Path, module: str, fault: str = "", *options: str) -> tuple[
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["fsdp2", "torch.distributed.fsdp"])
 def test_a_right_program_is_proven(tmp_path: Path, module: str) -> None:
-    status, said, errors = prove(tmp_path, module)
+    status, said, errors = prove(tmp_path, module, "", "--steps", "3", "--orders", "1")
     assert (status, said["verdict"], said["faults"]) == (0, "proven", []), (said, errors)
     assert said["schema"] == "fsdp2.prove/1"
-    assert said["steps"] == 2
-    holding = {each["subject"] for each in said["statements"] if each["holds"] and each["method"] == "measured"}
-    assert {"losses", "gradients", "parameters", "buffers", "collectives"} <= holding
+    assert said["steps"] == 3
+    holding = {each["subject"] for each in said["statements"] if each["holds"]}
+    on_device = set() if pretend.missing_tools() else {"orders"}
+    planned = {"plan"} if module == "fsdp2" else set()
+    assert {"losses", "gradients", "parameters", "buffers", "collectives", "checkpoint"} | on_device | planned <= holding, said
+    refused = next(each["said"] for each in said["statements"] if each["subject"] == "capture")  # AdamW counts its steps on the host
+    assert not on_device or "a Python number changes" in refused
 
 
 DOUBLED = "[each.grad._local_tensor.mul_(2) for each in model[2].parameters() if hasattr(each, 'placements')]"
+LATE = """if torch.accelerator.is_available():
+        with torch.pretend.stream(torch.Stream("pretend")):
+            late = [each.grad._local_tensor + 0 for each in model.parameters()]
+        [each.grad._local_tensor.copy_(value) for each, value in zip(model.parameters(), late)]"""
+needs_device = pytest.mark.skipif(bool(pretend.missing_tools()), reason=f"needs {', '.join(pretend.missing_tools())}")
 
 
 @pytest.mark.slow
@@ -82,10 +93,17 @@ DOUBLED = "[each.grad._local_tensor.mul_(2) for each in model[2].parameters() if
         ("torch.distributed.fsdp", DOUBLED, "gradients", ("2.weight", "2 times")),
         ("fsdp2", "dist.get_rank() or step or dist.barrier()", "collectives", ("rank 0: barrier", "rank 1: ")),
         ("fsdp2", "step and dist.get_rank() and 1 / 0", "run", ("rank 1 failed at train.py:23", "ZeroDivisionError")),
+        pytest.param("fsdp2", LATE, "orders", ("in order 0", "is another than at once"), marks=needs_device),
+        (
+            "fsdp2",
+            "step and dist.get_rank() and __import__('threading').Event().wait()",
+            "hang",
+            ("rank 1 is at train.py:23", "rank 0"),
+        ),
     ],
 )
 def test_a_fault_is_named(tmp_path: Path, module: str, fault: str, subject: str, words: tuple[str, ...]) -> None:
-    status, said, errors = prove(tmp_path, module, fault, "--timeout", "8")
+    status, said, errors = prove(tmp_path, module, fault, "--timeout", "8", *(["--orders", "1"] if subject == "orders" else []))
     assert (status, said["verdict"]) == (1, "fault"), (said, errors)
     assert said["faults"][0]["subject"] == subject, said["faults"]
     told = said["faults"][0]["said"] + " ".join(said["faults"][0]["names"])
@@ -116,6 +134,35 @@ def test_an_interrupt_ends_it_without_a_traceback(tmp_path: Path) -> None:
     assert started.returncode == 130, errors
     assert "interrupted" in errors
     assert "Traceback" not in errors
+
+
+def copies_of_one_and_expert(on_0: int, on_1: int) -> list[dict[str, Any]]:
+    made = [{"w": Seen(Fingerprint(on_0, 0.0, ()), 0, 1, 0.0, 0.0)}, {"w": Seen(Fingerprint(on_1, 0.0, ()), 0, 1, 0.0, 0.0)}]
+    own = [{"expert": Seen(Fingerprint(rank, 0.0, ()), rank, 1, 0.0, 0.0)} for rank in range(2)]
+    return [each | other for each, other in zip(made, own, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "holds", "words"),
+    [
+        ({"values": copies_of_one_and_expert(3, 0)[0]}, True, "1 tensor have the same bits; ranks have 1 others"),
+        ({"values": copies_of_one_and_expert(4, 0)[0]}, False, "w is another"),
+        ({"values": copies_of_one_and_expert(3, 0)[0], "numbers": {"lr": "2"}}, False, "lr is another"),
+        ({"values": {}}, False, "w is another"),
+        ({"failure": "no key w"}, False, "no key w"),
+        ({"kind": ""}, None, "cannot run on 1 rank"),
+    ],
+)
+def test_a_checkpoint_must_have_the_bits_that_were_saved(loaded: dict[str, Any], holds: bool | None, words: str) -> None:
+    real, resumed = (Run("", Path(), Ranks(["end"] * number)) for number in (2, 1))
+    event = {"kind": "saved", "step": 4, "failure": "", "numbers": {"lr": "1"}}
+    real.__dict__.update(
+        records=[], events={rank: [event | {"values": each}] for rank, each in enumerate(copies_of_one_and_expert(1, 2))}
+    )
+    resumed.__dict__.update(records=[], why=lambda: "", events={0: [event | {"kind": "loaded", "step": 1} | loaded]})
+    said = _of_checkpoint(real, resumed)
+    assert said.holds is holds
+    assert words in said.said
 
 
 def test_divisors_of_no_gradient_are_not_looked_at() -> None:

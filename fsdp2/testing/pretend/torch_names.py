@@ -42,6 +42,11 @@ def activate_meta_kernels() -> None:
     importlib.import_module("torch._meta_registrations")  # private: there is no public import that only registers them
 
 
+def device_constructors() -> Any:
+    """The functions that make tensors on the default device."""
+    return torch.utils._device._device_constructors()  # private: what ``torch.set_default_device`` itself goes by
+
+
 def gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
     """A gloo backend by itself, without a process group around it, and with keys of its own in ``store``."""
     c10d: Any = torch.distributed

@@ -117,8 +117,9 @@ def settle() -> None:
 
 class _Kind(type(DTensor)):  # type: ignore[misc]
     def __instancecheck__(cls, each: Any) -> bool:
-        is_asked_by_torch = sys._getframe(1).f_globals.get("__name__", "").split(".")[0] == "torch"  # which treats them as they are
-        return isinstance(each, DTensor) or (not is_asked_by_torch and _axes_of(each) is not None)
+        asks = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+        is_asked_by_library = asks in ("torch", "fsdp2")  # which treat them as they are
+        return isinstance(each, DTensor) or (not is_asked_by_library and _axes_of(each) is not None)
 
 
 class _PieceOrDTensor(DTensor, metaclass=_Kind):

@@ -1,6 +1,6 @@
 """Step times that others published, compared with those of ``fsdp2.plan(card=)``.
 
-    python benchmarks/published_steps.py                 # all rows; 10 to 30 minutes of a core
+    python benchmarks/published_steps.py                 # all rows; 10 minutes of a core
     python benchmarks/published_steps.py --rows 0:10     # some
 
 published_steps.csv holds llm-foundry's training benchmarks (github.com/mosaicml/llm-foundry, scripts/train/benchmarking): GPTs on
@@ -16,7 +16,7 @@ import argparse
 import csv
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -88,7 +88,7 @@ class Compared:
 
 
 def seconds_of(row: Row) -> float:
-    """A step by the model. Micro-batches after the second take as long as the second."""
+    """A step by the model."""
     sizes = [int(row[name]) for name in ("width", "heads", "layers", "vocabulary", "sequence")]
     workload = Workload(row["model"], lambda: GPT(*sizes), tokens, next_token_loss, repeated="blocks")
     setting = Setting(
@@ -99,17 +99,13 @@ def seconds_of(row: Row) -> float:
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
         batch=int(row["micro_batch"]),
+        micro_batches=int(row["accumulation"]),
         sequence=int(row["sequence"]),
         checkpointing="full" if row["recompute"] == "True" else "none",
     )
-
-    def step(micro_batches: int) -> float:
-        planned = plan_of(workload, replace(setting, micro_batches=micro_batches), CARDS[row["gpu"]])
-        assert planned.duration is not None
-        return planned.duration.step
-
-    first, accumulation = step(1), int(row["accumulation"])
-    return first if accumulation == 1 else first + (accumulation - 1) * (step(2) - first)
+    duration = plan_of(workload, setting, CARDS[row["gpu"]]).duration
+    assert duration is not None
+    return duration.step
 
 
 def summary(name: str, compared: Sequence[Compared]) -> str:

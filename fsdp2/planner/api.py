@@ -19,7 +19,17 @@ from ..testing.clock.cards import CARDS, Card
 from .duration import duration_of
 from .memory import memory_of, visits_of
 from .rehearsal import rehearse, wrapping_of
-from .repetition import Figures, NotAlikeError, a_group_grows, fewer_blocks, figures_of_many, figures_of_more
+from .repetition import (
+    MICRO_BATCHES,
+    Figures,
+    NotAlikeError,
+    a_group_grows,
+    fewer_blocks,
+    figures_of_many,
+    figures_of_more,
+    middle_of,
+    with_middle_repeated,
+)
 from .result import METHODS, LargeRoot, Plan
 from .setting import Optimizer, OptimizerName, Setting
 from .tiers import Offload
@@ -168,14 +178,18 @@ def _planned(
 
 
 def _rehearsed_figures(workload: Workload, setting: Setting, card: Card | None) -> Figures:
-    rehearsed = rehearse(workload, setting)
+    few = min(setting.micro_batches, MICRO_BATCHES)
+    rehearsed, times = rehearse(workload, replace(setting, micro_batches=few)), setting.micro_batches - few
+    entries, middle = rehearsed.entries, middle_of(rehearsed.entries)
+    visits = visits_of(rehearsed.before, rehearsed.blocks, entries, rehearsed.unit_of_node)
+    communicated = [*entries[: middle.stop], *entries[middle] * times, *entries[middle.stop :]]
     return Figures(
         numel=rehearsed.numel,
         state=rehearsed.state,
         groups=rehearsed.groups,
-        visits=visits_of(rehearsed.before, rehearsed.blocks, rehearsed.entries, rehearsed.unit_of_node),
-        traffic=traffic_of(rehearsed.entries, rehearsed.process_groups, setting.ranks_per_host),
-        duration=None if card is None else duration_of(rehearsed.entries, rehearsed.process_groups, card),
+        visits=with_middle_repeated(visits, times),
+        traffic=traffic_of(communicated, rehearsed.process_groups, setting.ranks_per_host),
+        duration=None if card is None else duration_of(entries, rehearsed.process_groups, card, middle, times),
         files=rehearsed.files,
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..testing.clock.cards import Card
 from ..testing.clock.costs import flops_of
 from ..testing.clock.report import break_down
-from ..testing.clock.timeline import Clock
+from ..testing.clock.timeline import COMPUTE, Clock, Span
 from ..testing.clock.trace import Entry, Ranks
 
 
@@ -38,17 +38,32 @@ class Duration:
         return self.fastest < self.slowest
 
 
-def duration_of(entries: Sequence[Entry], groups: Sequence[Ranks], card: Card) -> Duration:
-    """The duration on ``card`` of the step of ``entries``."""
+def duration_of(entries: Sequence[Entry], groups: Sequence[Ranks], card: Card, middle: slice, times: int) -> Duration:
+    """The duration on ``card`` of the step of ``entries``, whose ``middle`` comes ``times`` times more.
+
+    The middle lasts from where compute has ended what is before it until compute has ended it.
+    """
     clock = Clock(card, groups)
-    clock.run(entries)
-    parts = break_down(clock.spans, 0.0, clock.end)
-    forward = sum(flops_of(span.entry) for span in clock.spans if span.phase == "forward" and span.entry.kind == "op")
+    ends: list[float] = []
+    for some in (entries[: middle.start], entries[middle]):
+        clock.run(some)
+        ends.append(max((span.stop for span in clock.spans if span.stream == COMPUTE), default=0.0))
+    repeated = [span for span in clock.spans if ends[0] < span.stop <= ends[1]] * times
+    clock.run(entries[middle.stop :])
+    parts, again = break_down(clock.spans, 0.0, clock.end), break_down(clock.spans, *ends)
+    step = clock.end + times * (ends[1] - ends[0])
+    exposed = {phase: seconds + times * again.exposed.get(phase, 0.0) for phase, seconds in parts.exposed.items()}
+    idle = parts.idle + parts.waiting + times * (again.idle + again.waiting)
+    forward = _forward_flops(clock.spans) + _forward_flops(repeated)
     peak = max(
         (card.flops.get(tensor.dtype, 0.0) for span in clock.spans if flops_of(span.entry) for tensor in span.entry.tensors),
         default=0.0,
     )
     # Backward computes each product twice: for the gradients of inputs and of weights.
-    mfu = 3 * forward / (clock.end * peak) if peak else 0.0
-    fastest, slowest = (clock.end * ratio for ratio in card.measured_over_modeled)
-    return Duration(card.name, clock.end, parts.computing, parts.exposed, parts.idle + parts.waiting, mfu, fastest, slowest)
+    mfu = 3 * forward / (step * peak) if peak else 0.0
+    fastest, slowest = (step * ratio for ratio in card.measured_over_modeled)
+    return Duration(card.name, step, parts.computing + times * again.computing, exposed, idle, mfu, fastest, slowest)
+
+
+def _forward_flops(spans: Sequence[Span]) -> float:
+    return sum(flops_of(span.entry) for span in spans if span.phase == "forward" and span.entry.kind == "op")

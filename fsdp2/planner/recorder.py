@@ -193,6 +193,8 @@ class Recorder(torch_names.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """On tensors without memory. A result that depends on values is what those that are known say."""
+        if _makes_views(func) and isinstance(args[0], torch_names.FakeTensor) and args[0].constant is None:  # two thirds of all
+            return torch_names.views_of(self._fake, func, args[0], args, kwargs)
         try:
             with self._fake:
                 if func.overloadpacket is torch_names.GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
@@ -228,7 +230,7 @@ class Recorder(torch_names.TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = torch_names.name_of_operator(func)
         base = name.partition("::")[2]
         arguments, views = _roles(func)
-        if base in _MAKE_NOTHING or (views and all(views)):
+        if base in _MAKE_NOTHING or _makes_views(func):
             return
         if base == "_chunk_cat":  # a reduction copies in its gradients
             self.relabel(_tensors(args[0]), UNSHARDED_GRADIENTS, instead_of=(ACTIVATIONS, TEMPORARY))
@@ -304,6 +306,12 @@ def _seen(tensor: Tensor, is_read: bool, is_written: bool) -> Seen:
 @cache
 def _roles(func: Any) -> tuple[list[tuple[str, bool]], list[bool]]:
     return torch_names.roles_of_arguments(func)
+
+
+@cache
+def _makes_views(func: Any) -> bool:
+    _, views = _roles(func)
+    return bool(views) and all(views)
 
 
 def _label_by_caller() -> str:

@@ -1,9 +1,11 @@
-"""A model of many equal blocks: its figures from those of the same model with fewer of them. Pure functions, but for ``fewer_blocks``.
+"""A step of many equal parts: its figures from those of a step with fewer of them. Pure functions, but for ``fewer_blocks``.
 
-Each block adds the same to every figure of a step: to the bytes at each moment, to what is communicated, to what is kept. So the
-figures of models with n and with n + 1 blocks give those with any more. Whether that holds is checked with a model of n + 2 blocks,
-to the byte; where it does not, all blocks are rehearsed. Only durations need not fall on a line: they may be off it by a part in a
-thousand.
+Of many micro-batches the first, the second and the last are rehearsed; those in between do what the second does.
+
+Each block of a model adds the same to every figure of a step: to the bytes at each moment, to what is communicated, to what is kept.
+So the figures of models with n and with n + 1 blocks give those with any more. Whether that holds is checked with a model of n + 2
+blocks, to the byte; where it does not, all blocks are rehearsed. Only durations need not fall on a line: they may be off it by a part
+in a thousand.
 
 Worked example, 128 blocks: 5 of them peak at 30 GB, 6 at 31 GB and 7 at 32 GB, in backward of the last one. So 128 peak at 153 GB.
 """
@@ -21,6 +23,7 @@ import torch
 from torch import nn
 
 from ..state_bytes import StateBytes
+from ..testing.clock.trace import Entry
 from .duration import Duration
 from .memory import FileBytes, Visit
 from .rehearsal import GroupFacts
@@ -28,6 +31,8 @@ from .traffic import Traffic
 from .workload import Workload
 
 _Part = TypeVar("_Part")
+MICRO_BATCHES = 3
+"""How many are rehearsed at most."""
 _TOLERANCE = 1e-3
 """The tolerance of durations: some blocks pass until one stream has caught up with another."""
 
@@ -43,6 +48,18 @@ class Figures:
     traffic: tuple[Traffic, ...]
     duration: Duration | None
     files: FileBytes
+
+
+def middle_of(entries: Sequence[Entry]) -> slice:
+    """The second of three micro-batches; none of fewer."""
+    starts = [index for index, entry in enumerate(entries) if entry.kind == "mark" and entry.name == "forward"]
+    return slice(starts[1], starts[2]) if len(starts) == MICRO_BATCHES else slice(0, 0)
+
+
+def with_middle_repeated(visits: Sequence[Visit], times: int) -> list[Visit]:
+    """The visits of a step of three micro-batches, with those of the second, its forward and its backward, ``times`` times more."""
+    phases = [each for _, each in _phases(visits)]
+    return list(itertools.chain(*phases[:5], *phases[3:5] * times, *phases[5:]))
 
 
 class NotAlikeError(Exception):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode  # private module, and the only place of both
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
@@ -84,6 +84,15 @@ def world_of_its_own(backend: str, world_size: int) -> Iterator[None]:
 def is_inside_fake_mode() -> bool:
     """Whether somebody else, DTensor's sharding propagation for one, is running operators for their shapes alone."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def views_of(mode: FakeTensorMode, func: Any, base: FakeTensor, args: Any, kwargs: Any) -> Any:
+    """What ``func``, which only makes views of its first argument ``base``, returns: as inside ``mode``, in a fifth of the time."""
+    with in_kernel_invocation_manager(mode):
+        made = func(*args, **kwargs)
+    if isinstance(made, Tensor):
+        return FakeTensor(mode, made, base.fake_device)
+    return [FakeTensor(mode, each, base.fake_device) for each in made]
 
 
 def sequence_number() -> int:

@@ -52,6 +52,36 @@ def test_a_plan_of_few_blocks_is_that_of_all_in_each_setting(setting):
     assert_planned_alike(of_shape("gpt", replace(SHAPE, layers=20)), setting, num_rehearsals=3)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                {"strategy": "hsdp", "shard_size": 8, "checkpointing": "full"},
+                {"strategy": "zero2", "checkpointing": "selective"},
+                {"strategy": "zero1", "prefetch": 2},
+                {"strategy": "ddp", "backend": "gloo"},
+                {"offload": True},
+                {"offload": "disk"},
+            )
+        ),
+    ],
+)
+def test_micro_batches_in_between_are_like_the_second(changed):
+    workload, setting = of_shape("gpt", replace(SHAPE, layers=2)), replace(SETTING, micro_batches=6, **changed)
+    with patch.object(api, "MICRO_BATCHES", 6):
+        whole = api.plan_of(workload, setting, card="h100" if setting.backend == "nccl" else None)
+    with patch.object(api, "rehearse", side_effect=rehearse) as rehearsals:
+        planned = api.plan_of(workload, setting, card="h100" if setting.backend == "nccl" else None)
+    assert [call.args[1].micro_batches for call in rehearsals.call_args_list] == [3]
+    assert replace(planned, duration=None) == replace(whole, duration=None)
+    if planned.duration is not None and whole.duration is not None:
+        for name in ("step", "computing", "idle", "mfu"):
+            assert getattr(planned.duration, name) == pytest.approx(getattr(whole.duration, name), rel=1e-2), name
+
+
 @pytest.mark.full
 def test_the_blocks_of_a_mixture_are_repeated_behind_its_dense_ones():
     shape = SHAPES["deepseek-v3"]

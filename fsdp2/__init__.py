@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from .api import adopt, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clients import pretrained as _pretrained
 from .clip import clip_grad_norm_, get_total_norm
 from .core.comm.backends import set_collective_algorithms
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: RUF022 (by task)
     # shard a model
     "fully_shard",
+    "adopt",
     "parallelize",
     "materialize",
     "compile",

@@ -17,10 +17,11 @@ from torch.distributed.tensor import Shard
 from .clients.state import ClientState
 from .core.comm.lost_ranks import note_process
 from .core.iteration.finalization import CommContext
-from .core.iteration.module_state import schedule_of, sharded_unit, unit_of
+from .core.iteration.module_state import named_units, schedule_of, sharded_unit, unit_of
 from .core.modules.sharded_class import sharded_class, swap_class
 from .core.plan.mesh import read_mesh
-from .core.setup.build import build_unit
+from .core.setup.build import build_unit, extend_unit
+from .errors import ModuleError, OrderError, parked_error
 from .fsdp_module import FSDPModule
 from .hangs.asked import watch_if_asked
 from .policy import (
@@ -133,6 +134,62 @@ def fully_shard(
 
 
 fully_shard.state = unit_of  # type: ignore[attr-defined]  # as torch's
+
+
+def adopt(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> list[str]:
+    """Shard parameters that were registered in a sharded model after ``fully_shard``, such as adapters of PEFT.
+
+    The sharded module around each takes it, in a group of its own, with its policies. Call it between two iterations, and make
+    the optimizer afterwards: parameters are new objects, as after ``fully_shard``. Shards that are there already stay as they are.
+
+    mesh:               for the new parameters; None: that of the sharded module around. A mesh (ranks, 1) of replicate and shard
+                        axis leaves them whole on each rank, and averages their gradients
+    shard_placement_fn, ignored_params: as for ``fully_shard``
+    Returns:            the names of the parameters, from ``module``; none if nothing was new
+    Collective:         no, except for an int ``reshard_after_forward`` or a DiskOffloadPolicy; call it on all ranks
+    Raises:             ModuleError if nothing in ``module`` is sharded; OrderError while a backward is to come
+
+    Example:
+        model[0].adapter = nn.Linear(16, 16)
+        fsdp2.adopt(model)  # ["0.adapter.weight", "0.adapter.bias"]
+    """
+    given: Any = module
+    units = named_units(given) if isinstance(given, nn.Module) else []
+    example = next((group for _, unit in units for group in unit.groups), None)
+    if example is None:
+        raise ModuleError(
+            f"adopt got {type(module).__name__}, without parameters of fsdp2.fully_shard",
+            expected="a sharded module, or a module with some inside",
+            fix="call fully_shard, which takes all parameters that are there",
+        )
+    check_policies(MixedPrecisionPolicy(), None, ignored_params)
+    parked = [param.fqn for _, unit in units for group in unit.groups if group.is_parked for param in group.params]
+    if parked:
+        raise parked_error(parked)
+    if any(unit.schedule is not None and unit.schedule.is_open for _, unit in units):
+        raise OrderError(
+            f"adopt: a forward of {type(module).__name__} has a backward to come",
+            expected="a model between its iterations",
+            fix="run its backward first; or forward under torch.no_grad(); or call model.reset_iter_state()",
+        )
+    adopted = []
+    for prefix, unit in units:
+        unit.reshard_for_all()
+        names = extend_unit(
+            unit,
+            unit.groups[0] if unit.groups else example,
+            mesh=None if mesh is None else read_mesh(mesh),
+            shard_placement_fn=shard_placement_fn,
+            ignored_params=ignored_params or set(),
+        )
+        adopted += [f"{prefix}.{name}" if prefix else name for name in names]
+    return adopted
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

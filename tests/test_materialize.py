@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from fsdp2 import ArgumentError, MaterializationError, MixedPrecisionPolicy, fully_shard, materialize
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes
+from harness.sharding import shard_blocks
 
 DIM = 8
 
@@ -291,9 +292,7 @@ def test_tensors_that_somebody_has_a_weak_reference_to_are_replaced():
         with torch.device("meta"):
             model = Net()
         if shard:
-            for block in model.blocks:
-                fully_shard(block, mesh=cpu_mesh())
-            fully_shard(model, mesh=cpu_mesh())
+            shard_blocks(model)
         tensors = [*model.parameters(), *model.buffers()]
         references = [weakref.ref(tensor) for tensor in tensors[::2]]
         torch.manual_seed(3)
@@ -549,12 +548,6 @@ def stack(num_blocks: int = 6, width: int = 128) -> nn.Module:
         return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(num_blocks)])
 
 
-def shard_stack(model: nn.Module) -> nn.Module:
-    for block in model:
-        fully_shard(block, mesh=cpu_mesh())
-    return fully_shard(model, mesh=cpu_mesh())
-
-
 SHARDED = 6 * 2 * (128 * 128 + 128) * 4 // 2  # bytes on each of two ranks
 GROUP = SHARDED // 6  # one group's shard
 SLACK = 6 * 1024  # alignment and scalars
@@ -562,7 +555,7 @@ SLACK = 6 * 1024  # alignment and scalars
 
 @on_ranks(2)
 def test_materialize_adds_one_module_and_one_groups_shard():
-    model = shard_stack(stack())
+    model = shard_blocks(stack())
     with PeakBytes() as live:
         materialize(model)
     module = (128 * 128 + 128) * 4
@@ -571,7 +564,7 @@ def test_materialize_adds_one_module_and_one_groups_shard():
 
 @on_ranks(2)
 def test_materialize_by_one_function_at_the_root_adds_one_parameter():
-    model = shard_stack(stack())
+    model = shard_blocks(stack())
 
     def init_all(module: nn.Module) -> None:
         if module is model:
@@ -585,7 +578,7 @@ def test_materialize_by_one_function_at_the_root_adds_one_parameter():
 
 @on_ranks(2)
 def test_to_empty_adds_one_group():
-    model = shard_stack(stack())
+    model = shard_blocks(stack())
     with PeakBytes() as live:
         model.to_empty(device="cpu")
     assert SHARDED <= live.peak <= SHARDED + GROUP + SLACK
@@ -594,7 +587,7 @@ def test_to_empty_adds_one_group():
 @on_ranks(2)
 @pytest.mark.parametrize("change", ["dtype", "device"])
 def test_apply_adds_one_group(change):
-    model = shard_stack(stack())
+    model = shard_blocks(stack())
     materialize(model)
     with PeakBytes() as live:
         torch._foreach_add_([param.detach().to_local() for param in model.parameters()], 0)  # count what is there
@@ -609,7 +602,7 @@ def test_apply_adds_one_group(change):
 @on_ranks(2)
 @pytest.mark.parametrize("assign", [True, False])
 def test_loading_adds_one_group(assign):
-    model = shard_stack(stack())
+    model = shard_blocks(stack())
     if not assign:
         materialize(model)
     meta = model.state_dict()

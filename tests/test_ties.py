@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from fsdp2 import MixedPrecisionPolicy, OrderError, ParameterError, fully_shard
 from harness import cpu_mesh, on_ranks
+from harness.sharding import with_reference
 
 
 class Block(nn.Module):
@@ -45,8 +46,7 @@ def loss_of(model, ids):
 @pytest.mark.parametrize("own_unit", [("embedding",), ("head",), ("embedding", "head")])
 @pytest.mark.parametrize("after", [None, True, False])
 def test_a_tied_language_model_trains_with_embedding_and_head_in_different_groups(own_unit, after, world_size):
-    reference = TiedLM()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(TiedLM())
     options = {"mesh": cpu_mesh(), "reshard_after_forward": after}
     for block in model.blocks:
         fully_shard(block, **options)
@@ -136,8 +136,7 @@ def test_a_tie_made_between_fully_shard_and_the_first_forward_trains_as_one_made
     for units, direction, loaded, param_dtype in LATE_TIES:
         case = f"{units} {direction} {loaded} {param_dtype}"
         torch.manual_seed(0)
-        early = TiedLM()
-        late = copy.deepcopy(early)
+        early, late = with_reference(TiedLM())
         late.head.weight = nn.Parameter(torch.randn_like(late.head.weight))
         late.embedding.weight = nn.Parameter(early.embedding.weight.detach().clone())
         if direction == "embedding":
@@ -199,8 +198,7 @@ def test_sharded_parameters_may_change_places():
             return self.two(torch.tanh(self.one(x)))
 
     torch.manual_seed(0)
-    reference = Pair()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(Pair())
     fully_shard(model.one, mesh=cpu_mesh(2))
     fully_shard(model, mesh=cpu_mesh(2))
     for each in (reference, model):

@@ -106,6 +106,7 @@ CALLS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "publishing.to_file": lambda a: {"path": a.folder / "weights"},
     "publishing.read_file": lambda a: {"path": a.folder / "weights", "known": 3, "verify": True},
     "set_missing_rank_timeout": lambda a: {"timeout": None, "notice": 3.0},
+    "adopt": lambda a: {"module": a.model, "mesh": None, "shard_placement_fn": None, "ignored_params": None},
     "register_fsdp_forward_method": lambda a: {"module": a.model, "method_name": "forward"},
     "share_comm_ctx": lambda a: {"modules": [a.model]},
     "fully_shard": lambda a: {

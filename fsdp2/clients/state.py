@@ -24,15 +24,16 @@ from ..core.group.param import ShardedParam
 from ..core.group.param_group import GroupState, ParamGroup
 from ..core.iteration.finalization import CommContext
 from ..core.iteration.first_forward import refuse_meta
-from ..core.iteration.module_state import ModuleState, units_below
+from ..core.iteration.module_state import units_below
 from ..core.plan.mesh import read_mesh_info
 from ..errors import ArgumentError
 from ..hints.compiler_orders import warn_of_losing_orders
 from ..hints.mixed_tensors import explain_mixed_tensors
 from . import torch_names
+from .memory_tracker import TrackedState
 
 
-class ClientState(ModuleState):
+class ClientState(TrackedState):
     """The state that ``fully_shard`` leaves on a module, with the names that other projects read."""
 
     @property
@@ -76,15 +77,6 @@ class ClientState(ModuleState):
             names = _contexts[context] = CommContextNames(*_streams(self.device))
         return names
 
-    @property
-    def _pre_forward_hook_handle(self) -> Any:
-        """Raises: ArgumentError: torch's FSDPMemTracker asks for it first, and replaces methods for which fsdp2 has no counterpart."""
-        raise ArgumentError(
-            f"torch's FSDPMemTracker got {type(self.modules[0]).__name__}, which fsdp2 has sharded",
-            expected="a model that torch's fully_shard has sharded: it replaces private methods of torch's FSDP2",
-            fix="torch's MemTracker has the peak, by kinds of tensors; fsdp2.plan(model, ranks) says what fills it",
-        )
-
     def give_hints(self, is_compiled: bool) -> None:
         assert self.schedule is not None
         warn_of_losing_orders(self.modules[0], self.schedule.tree.units, is_compiled)
@@ -123,7 +115,7 @@ def _streams(device: torch.device) -> tuple[Stream, Stream, Stream, Stream]:
 class ParamGroupNames:
     """The parameters of a unit that are sharded over one mesh, as torch's parameter group is read."""
 
-    def __init__(self, unit: ModuleState, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, unit: ClientState, groups: Sequence[ParamGroup]) -> None:
         self._unit = unit
         self._groups = groups
 
@@ -175,6 +167,22 @@ class ParamGroupNames:
     @reshard_after_backward.setter
     def reshard_after_backward(self, reshards: bool) -> None:
         self._unit.set_micro_batch(replace(self._unit.micro_batch, reshards=reshards))
+
+    @property
+    def pre_backward(self) -> Any:
+        return self._unit.around("begin")
+
+    @pre_backward.setter
+    def pre_backward(self, function: Any) -> None:
+        self._unit.put_around("begin", function)
+
+    @property
+    def post_backward(self) -> Any:
+        return self._unit.around("reduce")
+
+    @post_backward.setter
+    def post_backward(self, function: Any) -> None:
+        self._unit.put_around("reduce", function)
 
     @property
     def reduce_grads(self) -> bool:
@@ -241,6 +249,8 @@ class ParamNames:
         if self._param.unsharded is None:
             raise AttributeError(f"{self._param.fqn} has not been unsharded yet")
         return self._param.unsharded
+
+    _unsharded_param = unsharded_param
 
     @property
     def _module_info(self) -> ModuleInfoNames:

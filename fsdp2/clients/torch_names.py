@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import types
 from typing import Any
 
@@ -10,7 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_names import torch_name
 
-__all__ = ["FSDP1_HOMES", "FSDP2_HOMES", "homes", "idle", "is_needed_by_torch", "mesh_info", "state_module"]
+__all__ = [
+    "FSDP1_HOMES",
+    "FSDP2_HOMES",
+    "count_as",
+    "homes",
+    "idle",
+    "is_needed_by_torch",
+    "mesh_info",
+    "state_module",
+    "tracker_behind",
+]
 
 common = torch_name("torch.distributed.fsdp._fully_shard._fsdp_common")
 state_module = torch_name("torch.distributed.fsdp._fully_shard._fsdp_state")
@@ -59,3 +70,13 @@ def mesh_info(mesh: DeviceMesh, shard_axis: int | None, replicate_axis: int | No
     if replicate_axis is None:
         return common.FSDPMeshInfo(mesh, shard_mesh_dim=shard_axis)
     return common.HSDPMeshInfo(mesh, shard_mesh_dim=shard_axis, replicate_mesh_dim=replicate_axis)
+
+
+def tracker_behind(hook: Any) -> Any:
+    """torch's FSDPMemTracker that has made ``hook``."""
+    return inspect.getclosurevars(hook).nonlocals["self"]
+
+
+def count_as(tracker: Any, tensor: Any, kind: str) -> None:
+    """Let the tracker count the tensor's memory as ``kind``, a name of its enum."""
+    tracker._update_and_maybe_create_winfos(tensor, tracker._ref_class[kind])

@@ -74,7 +74,7 @@ class Stream(Source):
         self._changed = threading.Condition()
         self._offered: list[Callable[[], Named]] = []  # at most one: makes a unit whole
         self._has_room = True
-        self._is_over = self._is_given_up = False
+        self._is_begun = self._is_over = self._is_given_up = False
         self._since = time.monotonic()
 
     def metadata(self) -> list[TensorMeta]:
@@ -82,7 +82,17 @@ class Stream(Source):
         return self._metadata
 
     def groups(self) -> Iterator[Named]:
-        """The tensors of one unit after another, views of one buffer: for transports that send large messages. Collective: no"""
+        """The tensors of one unit after another, views of one buffer: for transports that send large messages. Collective: no
+
+        Raises: PublishError for a second iteration
+        """
+        if self._is_begun:
+            raise PublishError(
+                "a sink has iterated over its stream twice",
+                expected="one iteration: the tensors of a unit are gathered once",
+                fix="keep in the first one what is needed later",
+            )
+        self._is_begun = True
         while (taken := self._taken()) is not None:
             ready = [taken()]
             del taken

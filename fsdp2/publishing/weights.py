@@ -32,7 +32,7 @@ from ..checkpoint.safetensors_plan import check_dtype, written_tensors
 from ..checkpoint.safetensors_save import refuse_meta
 from ..checkpoint.shard_geometry import Box
 from ..core.comm.agreement import Axis, agree_over, axes_of, largest_over
-from ..errors import ArgumentError, FSDPError
+from ..errors import ArgumentError, FSDPError, PublishError
 from ..hangs.joint_calls import joint
 from ..torch_names.torch_collectives import timeout_of_group
 from .adapters import Adapters, Merges, adapted
@@ -90,7 +90,8 @@ def _whole(gatherings: list[Gathering]) -> dict[ModelTensor, Tensor]:
 class Weights(Source):
     """What ``fsdp2.publish`` returns: an iterable of ``(name, tensor)``, again and again, each time of the model's current weights.
 
-    version: how often the weights have been published, the same on all ranks; 1 during the first time
+    version: how often the weights have been published, the same on all ranks; 1 during the first time. Set it on all ranks before a job
+        that was restarted publishes again, for readers that compare versions
     """
 
     def __init__(self, model: nn.Module, units: list[_Unit], factors: _Unit, axes: list[Axis]) -> None:
@@ -98,6 +99,7 @@ class Weights(Source):
         self._units = units
         self._factors = factors  # of adapters, gathered before everything else
         self._axes = axes
+        self._is_sending = False
         self.version = 0
 
     def metadata(self) -> list[TensorMeta]:
@@ -140,6 +142,8 @@ class Weights(Source):
             weights.send(dict if dist.get_rank() == 0 else None)
         """
 
+        self._refuse_within_a_send()
+
         def check() -> None:
             require("send", FUNCTION.or_none, sink=sink)
             require("send", POSITIVE.or_none, timeout=timeout)
@@ -147,6 +151,7 @@ class Weights(Source):
         _, problem = tried("cannot publish", check)
         agree_over(self._axes, problem)
         self._begin()
+        self._is_sending = True
         device = self._units[0].gathers[0].device if self._units else torch.device("cpu")
         consumer = Consumer(sink, Stream(self), device, math.inf if timeout is None else timeout)
         kept: dict[ModelTensor, Tensor] = {}
@@ -159,6 +164,7 @@ class Weights(Source):
             consumer.finish()
             self._once_all_are_ready(consumer, None, {})
         finally:
+            self._is_sending = False
             consumer.leave(self._wait_s)
 
     def _once_all_are_ready(self, consumer: Consumer, unit: _Unit | None, factors: Mapping[ModelTensor, Tensor]) -> list[Gathering]:
@@ -184,7 +190,17 @@ class Weights(Source):
         timeouts = [timeout_of_group(group) for group, _ in self._axes]
         return min((each.total_seconds() for each in timeouts if each is not None), default=60.0) / 3
 
+    def _refuse_within_a_send(self) -> None:
+        """Other ranks are in that send, so that what a sink raises here reaches them all through it."""
+        if self._is_sending:
+            raise PublishError(
+                "a sink has published the weights that it is being sent",
+                expected="one send at a time",
+                fix="read the stream that the sink was given; publish again after send has returned",
+            )
+
     def _begin(self) -> None:
+        self._refuse_within_a_send()
         reshard(self._model)
         self.version += 1
 

@@ -49,6 +49,13 @@ def to_file(path: str | os.PathLike[str]) -> Callable[[Stream], None]:
     target = checked_path("to_file", "path", path)
 
     def write(stream: Stream) -> None:
+        if not target.parent.is_dir():
+            raise failure(
+                f"{target.parent} is not a folder",
+                expected="an existing folder for published weights",
+                fix="make the folder before the weights are sent",
+                file=target,
+            )
         metas = sorted(stream.metadata(), key=lambda meta: -meta.dtype.itemsize)
         header = build_header(metas, {"format": "pt", _VERSION: str(stream.version)})
         sizes = [math.prod(meta.shape) * meta.dtype.itemsize for meta in metas]

@@ -23,7 +23,8 @@ from fsdp2.core.group.all_gather import Gather
 from fsdp2.wrap import by_class, by_name
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, Block, batches, mlp
-from harness.training import assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward
+from harness.sharding import shard_blocks, with_reference
+from harness.training import assert_same_bits, assert_trains_bitwise_as, fed_in_chunks, fed_own_chunk, forward_backward
 
 POLICIES = {
     "full": "full",
@@ -51,12 +52,6 @@ def dropping() -> MLP:
     return model
 
 
-def shard(model: nn.Module, **options: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), **options)
-    return fully_shard(model, mesh=cpu_mesh(), **options)
-
-
 def seeded(model: nn.Module, x: Tensor) -> Tensor:
     """An iteration whose random numbers depend on the rows alone."""
     torch.manual_seed(int(x.abs().sum() * 1000))
@@ -67,14 +62,13 @@ def seeded(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("applied", ["before", "after"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_trains_as_the_plain_model_does_before_and_after_fully_shard(name, applied):
-    model = dropping()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(dropping())
     keys = list(model.state_dict())
     if applied == "before":
         chosen = apply_activation_checkpointing(model, POLICIES[name])
-        shard(model)
+        shard_blocks(model)
     else:
-        shard(model)
+        shard_blocks(model)
         chosen = apply_activation_checkpointing(model, POLICIES[name])
     assert chosen == [f"blocks.{index}" for index in range(0, 4, 2 if name == "every" else 1)]
     assert list(model.state_dict()) == keys
@@ -90,7 +84,7 @@ def test_every_policy_trains_as_the_plain_model_does_before_and_after_fully_shar
 @on_ranks(2)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_one_gather_serves_recomputation_and_backward(is_checkpointed):
-    model = shard(dropping())
+    model = shard_blocks(dropping())
     if is_checkpointed:
         apply_activation_checkpointing(model)
     counts: Counter[str] = Counter()
@@ -111,7 +105,7 @@ def test_one_gather_serves_recomputation_and_backward(is_checkpointed):
 
 @on_ranks(2)
 def test_keyword_arguments_evaluation_and_copies_go_as_before():
-    model = shard(dropping())
+    model = shard_blocks(dropping())
     apply_activation_checkpointing(model)
     block = model.blocks[0]
     x = torch.randn(3, 10)
@@ -122,7 +116,7 @@ def test_keyword_arguments_evaluation_and_copies_go_as_before():
     assert torch.equal(block(x, scale=2.0), 2 * block(x))
     model.train()
     copied = copy.deepcopy(model)
-    assert_same_bits(fed_own_chunk(copied, batches(), iteration=seeded), fed_in_chunks(dropping(), batches(), iteration=seeded))
+    assert_trains_bitwise_as(copied, dropping(), batches(), iteration=seeded)
     assert copied.blocks[0].forward.__self__.module is copied.blocks[0]
     assert DroppingBlock.num_forwards > 4 + 2 + 3 * 4 * 3  # the copy is checkpointed
 
@@ -278,11 +272,9 @@ def test_a_budget_for_modules_with_units_below_is_refused():
 @on_ranks(2, 3)
 @pytest.mark.parametrize("policy", ["full", "ops"])
 def test_blocks_of_several_units_are_checkpointed_as_one(policy):
-    model = dropping()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(dropping())
     for block in model.blocks:
         fully_shard(block.up, mesh=cpu_mesh())
         fully_shard(block.down, mesh=cpu_mesh())
-    apply_activation_checkpointing(shard(model), POLICIES[policy])
-    steps = fed_own_chunk(model, batches(), iteration=seeded)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=seeded))
+    apply_activation_checkpointing(shard_blocks(model), POLICIES[policy])
+    assert_trains_bitwise_as(model, reference, batches(), iteration=seeded)

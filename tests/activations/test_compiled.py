@@ -5,7 +5,6 @@ The oracle of what the compiler does is the number of its graphs; of the numbers
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from fsdp2.activations import HEAVY_OPS
 from harness import cpu_mesh, on_ranks
 from harness.compiled import Counts, counted_compilations, no_recompilation
 from harness.models import Transformer, TransformerBlock, token_batches
+from harness.sharding import with_reference
 from harness.training import assert_equal_training, fed_in_chunks, fed_own_chunk, sgd
 
 pytestmark = [
@@ -52,8 +52,7 @@ def steps_by_letter(counts: Counts, policy: Any) -> dict[str, Callable[[nn.Modul
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_in_every_order_blocks_share_one_graph_and_train_as_the_plain_model(name, order, backend):
     torch.manual_seed(0)
-    model = Transformer(dim=6, num_blocks=4)
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Transformer(dim=6, num_blocks=4))
     with counted_compilations(backend) as counts:
         steps = steps_by_letter(counts, POLICIES[name])
         for letter in order:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from harness import cpu_mesh, on_ranks
 from harness.models import Block, Transformer, batches, mlp, token_batches, transformer
 from harness.pretend_training import Scenario, train, train_late
 from harness.recording import recording
-from harness.training import assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward
+from harness.sharding import shard_blocks, with_reference
+from harness.training import assert_same_bits, assert_trains_bitwise_as, fed_in_chunks, fed_own_chunk, forward_backward
 
 
 def memory_of(model: Any) -> HostMemory:
@@ -38,20 +38,16 @@ def offload_and_checkpoint(model: Any) -> None:
 @on_ranks(2, 3)
 @pytest.mark.parametrize("checkpointed", ["", "before", "after"])
 def test_training_is_that_of_the_plain_model_and_the_host_is_used(checkpointed):
-    model = transformer()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(transformer())
     keys = list(model.state_dict())
     if checkpointed == "before":
         apply_activation_checkpointing(model)
     offload(model)
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    shard_blocks(model)
     if checkpointed == "after":
         apply_activation_checkpointing(model)
     assert list(model.state_dict()) == keys
-    steps = fed_own_chunk(model, token_batches())
-    assert_same_bits(steps, fed_in_chunks(reference, token_batches()))
+    assert_trains_bitwise_as(model, reference, token_batches())
     memory = memory_of(model)
     assert memory.peak_nbytes > 0
     assert memory.nbytes == 0
@@ -119,9 +115,7 @@ def test_copies_are_ordered_with_the_computation_and_with_all_collectives():
     with recording() as streams:
         model = mlp()
         offload(model)
-        for block in model.blocks:
-            fully_shard(block, mesh=cpu_mesh())
-        fully_shard(model, mesh=cpu_mesh())
+        shard_blocks(model)
         fed_own_chunk(model, batches())
     assert "offload" in streams._clocks
 
@@ -157,8 +151,7 @@ def test_a_mistake_is_an_error_by_name(prepare, options, error, text):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_compiled_blocks_are_offloaded_too(checkpointed):
     torch.manual_seed(0)
-    model = Transformer(dim=6, num_blocks=4)
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Transformer(dim=6, num_blocks=4))
     offload(model)
     if checkpointed:
         apply_activation_checkpointing(model)

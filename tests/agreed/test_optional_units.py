@@ -16,6 +16,7 @@ from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.inspect import Listener, listen
 from harness import cpu_mesh, on_ranks
 from harness.models import Block
+from harness.sharding import with_reference
 
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -195,8 +196,7 @@ def test_even_ranks_pay_one_message_a_forward_and_nobody_pays_without_an_optiona
 @on_ranks(2)
 def test_an_optional_unit_that_stays_unsharded_may_run_several_times_and_a_declaration_may_be_taken_back():
     torch.manual_seed(0)
-    model = Twice()
-    expected = copy.deepcopy(model)
+    model, expected = with_reference(Twice())
     fsdp2.fully_shard(model.tower, mesh=cpu_mesh(), reshard_after_forward=False).set_optional()
     fsdp2.fully_shard(model, mesh=cpu_mesh())
     for step in range(2):
@@ -293,9 +293,7 @@ def test_gradients_that_add_up_on_unsharded_parameters_are_reduced_on_all_ranks(
         fsdp2.set_semantics(semantics)
         try:
             torch.manual_seed(0)
-            model = Multimodal()
-            expected = copy.deepcopy(model)
-            sharded(model)
+            model, expected = with_reference(Multimodal(), sharded)
         finally:
             fsdp2.set_semantics("torch")
         for last in (False, True):

@@ -21,9 +21,11 @@ from fsdp2.policy import AllGather, ReduceScatter
 from fsdp2.torch_names import torch_collectives
 from harness import cpu_mesh, needs_torch, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     assert_equal_training,
     assert_same_tensors,
+    assert_trains_as,
     fed_in_chunks,
     fed_own_chunk,
     forward_backward,
@@ -185,14 +187,13 @@ def test_the_same_calls_as_from_upstream(iteration, policy):
 
 @on_ranks(2, 3)
 def test_training_through_a_custom_communicator():
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     log: list[Any] = []
     for module in (*model.blocks, model):
         fully_shard(module, mesh=cpu_mesh())
         module.set_custom_all_gather(OurGather(log, ""))
         module.set_custom_reduce_scatter(OurScatter(log, ""))
-    assert_equal_training(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_as(model, reference, batches())
 
 
 class Pooled:
@@ -213,13 +214,12 @@ class PooledScatter(Pooled, OurScatter): ...
 @pytest.mark.parametrize(("gather", "scatter"), [(PooledGather, OurScatter), (OurGather, PooledScatter)])
 def test_buffers_of_a_communicator_may_lie_in_a_larger_one(gather, scatter):
     """Gradients were read from where the larger buffer begins."""
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     for module in (*model.blocks, model):
         fully_shard(module, mesh=cpu_mesh())
         module.set_custom_all_gather(gather([], ""))
         module.set_custom_reduce_scatter(scatter([], ""))
-    assert_equal_training(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_as(model, reference, batches(2))
 
 
 @on_ranks(4)
@@ -229,10 +229,7 @@ def test_replicas_of_shards_through_a_custom_reduce_scatter(policy):
 
     Symptom: AssertionError in the all-reduce of small buffers. Smallest shape: a (2, 2) mesh, and any module.
     """
-    model = mlp()
-    reference = copy.deepcopy(model)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=cpu_mesh(2, 2), mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
+    model, reference = with_reference(mlp(), shard_blocks, mesh=cpu_mesh(2, 2), mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
     without = copy.deepcopy(model)
     log: list[Any] = []
     for module in (*model.blocks, model):
@@ -247,13 +244,12 @@ def test_replicas_of_shards_through_a_custom_reduce_scatter(policy):
 
 @on_ranks(2)
 def test_replicas_alone_never_come_to_a_custom_reduce_scatter():
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     log: list[Any] = []
     for module in (*model.blocks, model):
         fully_shard(module, mesh=cpu_mesh(2, 1))
         module.set_custom_reduce_scatter(OurScatter(log, ""))
-    assert_equal_training(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_as(model, reference, batches(2))
     assert log == []
 
 

@@ -12,24 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import Block, batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     assert_same_bits,
     assert_same_tensor,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     forward_backward,
     own_chunk,
 )
-
-
-def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
-    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
-
 
 # --- hooks --------------------------------------------------------------------------------------------------------------------------
 
@@ -82,17 +76,15 @@ class Observer:
 @pytest.mark.parametrize("when", ["before fully_shard", "after fully_shard"])
 @pytest.mark.parametrize("after", [True, False])
 def test_hooks_of_the_user_see_and_change_what_they_do_without_sharding(when, after):
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     expected = Observer(reference.blocks[1])
     if when == "before fully_shard":
         seen = Observer(model.blocks[1])
-        shard(model, after)
+        shard_blocks(model, after)
     else:
-        shard(model, after)
+        shard_blocks(model, after)
         seen = Observer(model.blocks[1])
-    steps = fed_own_chunk(model, batches(2))
-    assert_same_bits(steps, fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(model, reference, batches(2))
     assert [name for name, _ in seen.seen] == [name for name, _ in expected.seen[: len(seen.seen)]]
     shown = dict(seen.seen[:6])
     assert shown["pre"] == "unsharded"
@@ -107,7 +99,7 @@ def test_hooks_of_the_user_see_and_change_what_they_do_without_sharding(when, af
 
 @on_ranks(2)
 def test_an_always_called_hook_runs_when_forward_raises():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     seen = []
     model.blocks[1].register_forward_hook(lambda *args: seen.append("always"), always_call=True)
 
@@ -120,12 +112,12 @@ def test_an_always_called_hook_runs_when_forward_raises():
     handle.remove()
     assert seen == ["always"]
     model.reset_iter_state()
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(mlp(), batches(2)))
+    assert_trains_bitwise_as(model, mlp(), batches(2))
 
 
 @on_ranks(2)
 def test_hooks_on_parameters_survive_from_step_to_step():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     steps: list[str] = []
     for name in ("first.weight", "blocks.1.scale"):
         model.get_parameter(name).register_post_accumulate_grad_hook(lambda param, name=name: steps.append(name))
@@ -139,9 +131,7 @@ def test_hooks_on_parameters_survive_from_step_to_step():
 
 @on_ranks(1, 2)
 def test_names_order_and_printing_are_those_of_the_model():
-    model = mlp()
-    plain = copy.deepcopy(model)
-    shard(model)
+    model, plain = with_reference(mlp(), shard_blocks)
     names = [name for name, _ in plain.named_parameters()]
     for _ in range(2):
         assert [name for name, _ in model.named_parameters()] == names
@@ -166,7 +156,7 @@ def test_names_order_and_printing_are_those_of_the_model():
 @on_ranks(2)
 @pytest.mark.parametrize("after", [True, False, None])
 def test_parameters_in_the_middle_of_forward_and_backward(after):
-    model = shard(mlp(), after)
+    model = shard_blocks(mlp(), after)
     shown: dict[str, list[bool]] = {"forward": [], "between": [], "backward": []}
 
     def look(name: str) -> None:
@@ -209,9 +199,7 @@ def in_a_thread(run: Callable[[], Any]) -> Any:
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("where", ["forward", "backward", "one thread each", "both in one"])
 def test_forward_and_backward_in_threads(where):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         if where == "both in one":
@@ -232,10 +220,10 @@ def test_two_models_trained_in_turn_and_interleaved():
     models = [mlp(seed=0), mlp(num_blocks=2, seed=1)]
     references = [copy.deepcopy(model) for model in models]
     for model in models:
-        shard(model)
+        shard_blocks(model)
     for x in batches(2):
         for model, reference in zip(models, references, strict=True):
-            assert_same_bits(fed_own_chunk(model, [x]), fed_in_chunks(reference, [x]))
+            assert_trains_bitwise_as(model, reference, [x])
 
     # both forwards, then both backwards, the first one's first
     world_size = torch.distributed.get_world_size()

@@ -7,30 +7,24 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import OrderError, fully_shard
 from fsdp2.core.iteration import late_comparison
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
+from harness.sharding import shard_blocks
 from harness.training import assert_equal_grads
-
-
-def blocks_of(model: nn.Module, mesh: object) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 def train_what_was_made_in_any_order(mesh: object, device: str) -> None:
     rank, x = dist.get_rank(), torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
     reference, teacher = mlp(), mlp()
     if rank == 0:
-        blocks_of(mlp().to(device), mesh)  # a probe, which never runs
+        shard_blocks(mlp().to(device), mesh=mesh)  # a probe, which never runs
     made = {}
     for name in ("model", "teacher") if rank == 0 else ("teacher", "model"):
-        made[name] = blocks_of(copy.deepcopy(reference if name == "model" else teacher).to(device), mesh)
+        made[name] = shard_blocks(copy.deepcopy(reference if name == "model" else teacher).to(device), mesh=mesh)
     single = fully_shard(copy.deepcopy(reference).to(device), mesh=mesh)
     copied = copy.deepcopy(single) if rank == 1 else None
     assert copied is None or copied is not single

@@ -17,6 +17,7 @@ from torch import nn
 import fsdp2
 from fsdp2 import OrderError
 from harness import cpu_mesh, needs_torch, on_ranks
+from harness.sharding import with_reference
 from harness.training import assert_equal_grads, grads_of
 
 PACKAGES = {"ours": fsdp2, "torch": torch_fsdp}
@@ -258,8 +259,7 @@ def test_a_backward_that_fails_beside_pending_gradients_is_not_begun_again_in_si
 @on_ranks(2)
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_unsharded_storage_stays_where_it_is_if_that_is_asked_for(kept):
-    model = layers()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(layers())
     shard(fsdp2, model)
     model.set_keep_unsharded_storage(kept)
     seen: list[torch.Tensor] = []

@@ -17,6 +17,7 @@ from fsdp2.checkpoint import load_safetensors, save_safetensors
 from fsdp2.compat import FullyShardedDataParallel, MixedPrecision
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import (
     adamw,
     assert_equal_training,
@@ -42,12 +43,6 @@ def let_a_plain_part_know_the_model(model: nn.Module) -> None:
     model.last.model = model
 
 
-def by_fully_shard(model: nn.Module) -> None:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
-
-
 def by_fsdp1(model: nn.Module) -> None:
     for block in model.blocks:
         FullyShardedDataParallel(block, device_mesh=cpu_mesh())
@@ -59,7 +54,7 @@ CYCLES = [let_blocks_know_their_owner, let_neighbors_know_each_other, let_a_plai
 
 @on_ranks(2)
 @pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize("shard", [by_fully_shard, pytest.param(by_fsdp1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shard", [shard_blocks, pytest.param(by_fsdp1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cycle", CYCLES)
 def test_a_cycle_that_is_made_after_sharding_changes_nothing(cycle, shard, steps_before):
     model, whole = mlp(), mlp()
@@ -92,7 +87,7 @@ def test_a_model_with_cycles_is_sharded(shard):
 @pytest.mark.parametrize("cycle", CYCLES)
 def test_a_sharded_model_with_cycles_is_copied_clipped_saved_and_loaded(cycle, tmp_path):
     model = mlp()
-    by_fully_shard(model)
+    shard_blocks(model)
     cycle(model)
     twin = copy.deepcopy(model)
     assert_equal_training(fed_own_chunk(twin, batches(2), adamw), fed_own_chunk(model, batches(2), adamw))
@@ -102,7 +97,7 @@ def test_a_sharded_model_with_cycles_is_copied_clipped_saved_and_loaded(cycle, t
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), torch.tensor(0.5), rtol=1e-5, atol=0)
     save_safetensors(model, tmp_path / "saved")
     other = mlp(seed=3)
-    by_fully_shard(other)
+    shard_blocks(other)
     cycle(other)
     load_safetensors(other, tmp_path / "saved")
     assert_same_tensors(state_of(other), state_of(model), "value")

@@ -16,6 +16,7 @@ from fsdp2.errors import ParameterError
 from fsdp2.optim import flat
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import MakeOptimizer, assert_equal_training, fed_in_chunks, fed_own_chunk, forward_backward
 
 
@@ -51,9 +52,7 @@ def test_a_shard_that_was_moved_is_the_one_that_trains():
     """Symptom: after a send, forward went on with the values that the shard had then, and optimizer steps were lost."""
     for (way, (name, options)), optimizer in itertools.product(itertools.product(WAYS, OPTIONS.items()), OPTIMIZERS):
         model, reference = mlp(), mlp()
-        for block in model.blocks:
-            fully_shard(block, mesh=cpu_mesh(), **options)
-        fully_shard(model, mesh=cpu_mesh(), **options)
+        shard_blocks(model, **options)
 
         def move(model=model, way=way) -> None:
             if torch.distributed.get_rank() == 0:  # one rank alone may send its shards

@@ -15,22 +15,18 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     assert_equal_grads,
     assert_equal_training,
-    assert_same_bits,
+    assert_trains_as,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     forward_backward,
     grads_of,
     own_chunk,
 )
-
-
-def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
-    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
 
 
 def count_collectives(run) -> dict[str, int]:
@@ -83,15 +79,13 @@ class Generator(nn.Module):
 @pytest.mark.parametrize("after", [True, False, None])
 def test_generate_runs_forward_inside_and_uses_parameters_after_it(after):
     torch.manual_seed(0)
-    model = Generator()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(Generator(), shard_blocks, after)
     register_fsdp_forward_method(model, "generate")
     x = own_chunk(batches()[0])
     with torch.no_grad():
         assert torch.equal(model.generate(x, times=2), reference.generate(x, times=2))
     assert after is False or all(isinstance(param, DTensor) for param in model.parameters())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
     with torch.inference_mode():
         torch.testing.assert_close(model.generate(x), reference.generate(x))
 
@@ -99,9 +93,7 @@ def test_generate_runs_forward_inside_and_uses_parameters_after_it(after):
 @on_ranks(1, 2, 3)
 def test_training_through_registered_methods():
     torch.manual_seed(0)
-    model = Generator()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(Generator(), shard_blocks)
     for method in ("generate", "score"):
         register_fsdp_forward_method(model, method)
 
@@ -110,17 +102,14 @@ def test_training_through_registered_methods():
         loss.backward()
         return loss
 
-    assert_equal_training(
-        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
-    )
+    assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(1, 2, 3)
 def test_a_method_of_one_module_of_a_list():
     """The norm's method alone, then both modules: the pass through the list is not confused."""
     torch.manual_seed(0)
-    model = transformer()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(transformer())
     for net in (model, reference):
         net.norm.normed = net.norm.forward
     fully_shard([model.norm, model.head], mesh=cpu_mesh())
@@ -134,10 +123,7 @@ def test_a_method_of_one_module_of_a_list():
         extra.backward()
         return loss + extra
 
-    assert_equal_training(
-        fed_own_chunk(model, token_batches(), iteration=iteration),
-        fed_in_chunks(reference, token_batches(), iteration=iteration),
-    )
+    assert_trains_as(model, reference, token_batches(), iteration=iteration)
 
 
 # --- submodules -----------------------------------------------------------------------------------------------------------------
@@ -148,9 +134,7 @@ def test_a_method_of_one_module_of_a_list():
 @pytest.mark.parametrize("first", [True, False], ids=["before the root", "after the root"])
 def test_a_submodule_called_by_itself(first, after):
     """torch's FSDP2 refuses the root after a submodule ran; here the root takes over."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         hidden = torch.cat([x, x[:, :3]], dim=1)
@@ -161,31 +145,25 @@ def test_a_submodule_called_by_itself(first, after):
         with torch.no_grad():
             return loss + model.blocks[0](hidden).mean()
 
-    assert_equal_training(
-        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
-    )
+    assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2)
 def test_a_submodule_before_the_root_and_one_backward_for_both():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model.blocks[2](torch.cat([x, x[:, :3]], dim=1)).square().mean() + model(x).square().mean()
         loss.backward()
         return loss
 
-    assert_equal_training(
-        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
-    )
+    assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2)
 def test_calls_of_a_submodule_leave_the_record_of_the_root_alone():
     """The record of a forward decides what is prefetched; each module that begins a forward has its own."""
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     x = own_chunk(batches()[0])
     for _ in range(2):
         forward_backward(model, x)
@@ -240,14 +218,12 @@ def all_chunks_at_once(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("iteration", [chunk_by_chunk, all_chunks_at_once])
 def test_a_loss_in_chunks_through_a_list_of_norm_and_head(iteration, after):
     torch.manual_seed(0)
-    model = NormAndHead()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(NormAndHead())
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard([model.norm, model.head], mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard(model, mesh=cpu_mesh())
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_as(model, reference, batches(), iteration=iteration)
     assert all(isinstance(param, DTensor) for param in model.parameters())
     with torch.no_grad():
         model.head(model(own_chunk(batches()[0])))
@@ -304,8 +280,8 @@ def test_one_pass_through_a_list_is_reduced_once():
 def test_dpo_four_forwards_of_policy_and_reference_before_one_backward(after):
     policy, teacher = mlp(seed=0), mlp(seed=1)
     plain, plain_teacher = copy.deepcopy(policy), copy.deepcopy(teacher)
-    shard(policy, after)
-    shard(teacher, after)
+    shard_blocks(policy, after)
+    shard_blocks(teacher, after)
 
     def dpo(teacher: nn.Module):
         def iteration(model: nn.Module, x: Tensor) -> Tensor:
@@ -358,9 +334,7 @@ def test_gan_two_models_whose_backwards_cross(after):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("after", [True, False, None])
 def test_backward_of_two_losses_of_one_forward(after):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         out = model(x)
@@ -370,8 +344,7 @@ def test_backward_of_two_losses_of_one_forward(after):
         three.backward()
         return one + two + three
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2)
@@ -447,11 +420,8 @@ def penalty_through_backward(model: nn.Module, x: Tensor) -> Tensor:
 def test_gradient_penalties(iteration, after):
     """torch's FSDP2 fails here on storage that the first backward freed."""
     torch.manual_seed(0)
-    model = Smooth()
-    reference = copy.deepcopy(model)
-    shard(model, after)
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration), ulps=64)
+    model, reference = with_reference(Smooth(), shard_blocks, after)
+    assert_trains_as(model, reference, batches(), iteration=iteration, ulps=64)
 
 
 @on_ranks(2)
@@ -465,8 +435,7 @@ def test_a_penalty_of_a_linear_model_and_of_several_inputs():
             return self.inner(x, y)
 
     torch.manual_seed(0)
-    model = Bilinear()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Bilinear())
     fully_shard(model.inner, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=True)
 
@@ -477,23 +446,19 @@ def test_a_penalty_of_a_linear_model_and_of_several_inputs():
         loss.backward()
         return loss
 
-    assert_equal_training(
-        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration), ulps=64
-    )
+    assert_trains_as(model, reference, batches(), iteration=iteration, ulps=64)
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, None])
 def test_autograd_grad_of_an_input_leaves_no_gradient_on_parameters(after):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
     x = own_chunk(batches()[0]).clone().requires_grad_()
     (grad,) = torch.autograd.grad(model(x).square().sum(), x)
     (expected,) = torch.autograd.grad(reference(x).square().sum(), x)
     assert torch.equal(grad, expected)
     assert all(isinstance(param, DTensor) and param.grad is None for param in model.parameters())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 # --- views and changes in place -----------------------------------------------------------------------------------------------------
@@ -557,10 +522,8 @@ class Outer(nn.Module):
 def test_outputs_that_are_views_and_changed_in_place(how, after):
     """torch's FSDP2 warns that a change in place of a view drops its hook, and then fails on freed parameters."""
     torch.manual_seed(0)
-    model = Outer(how)
-    reference = copy.deepcopy(model)
-    shard(model, after)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    model, reference = with_reference(Outer(how), shard_blocks, after)
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 class TwoInputsInPlace(nn.Module):
@@ -589,10 +552,8 @@ class InPlace(nn.Module):
 def test_several_inputs_changed_in_place():
     """As outputs of one custom Function, as torch's FSDP2 makes them, they could not be."""
     torch.manual_seed(0)
-    model = TwoInputsInPlace()
-    reference = copy.deepcopy(model)
-    shard(model)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    model, reference = with_reference(TwoInputsInPlace(), shard_blocks)
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 class Passes(nn.Module):
@@ -628,17 +589,14 @@ class UsesTable(nn.Module):
 def test_modules_that_return_a_parameter_or_an_input(how, after):
     """torch's FSDP2 frees a parameter that was returned before it is used."""
     torch.manual_seed(0)
-    model = UsesTable()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(UsesTable(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x, how).square().mean()
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
     x = own_chunk(batches()[0])
     with torch.no_grad():
         torch.testing.assert_close(model(x, how), reference(x, how))
@@ -662,9 +620,7 @@ def test_a_module_that_runs_on_one_rank_only_under_ddp_rules_gets_its_gradient_e
             return self.one(x) + self.two(x) if both else self.one(x)
 
     torch.manual_seed(0)
-    model = Choosing()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(Choosing(), fully_shard, mesh=cpu_mesh())
     x = batches()[0]
     model(own_chunk(x), dist.get_rank() == 0).square().mean().backward()
     for rank, chunk in enumerate(x.chunk(dist.get_world_size())):

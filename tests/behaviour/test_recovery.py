@@ -29,7 +29,16 @@ from fsdp2.errors import OrderError
 from fsdp2.torch_names import torch_autograd
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches
-from harness.training import assert_equal_training, assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward, own_chunk
+from harness.sharding import shard_blocks, with_reference
+from harness.training import (
+    assert_same_bits,
+    assert_trains_as,
+    assert_trains_bitwise_as,
+    fed_in_chunks,
+    fed_own_chunk,
+    forward_backward,
+    own_chunk,
+)
 
 
 class Trap(torch.autograd.Function):
@@ -90,15 +99,12 @@ class FailsInReentrantCheckpoint(FailsInCheckpoint):
 
 def shard(model: nn.Module, after: bool | None = None, offload: bool = False) -> nn.Module:
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after, offload_policy=policy)
-    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after, offload_policy=policy)
+    return shard_blocks(model, after, offload_policy=policy)
 
 
 def make(cls: type[Fails], after: bool | None = None, offload: bool = False) -> tuple[Fails, Fails]:
     torch.manual_seed(0)
-    model = cls()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(cls())
     return shard(model, after, offload), reference
 
 
@@ -138,13 +144,13 @@ CASES = [
 @pytest.mark.parametrize(("cls", "where"), CASES)
 def test_an_exception_and_a_reset_leave_no_trace(cls, where, after):
     model, reference = make(cls, after)
-    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert_trains_bitwise_as(model, reference, batches(1))
     for _ in range(2):
         fail(model, own_chunk(batches(1, seed=5)[0]), where)
         model.reset_iter_state()
         assert_clean(model)
         assert all(param.grad is None for param in model.parameters())
-        assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+        assert_trains_bitwise_as(model, reference, batches(2))
 
 
 @on_ranks(1, 3)
@@ -153,7 +159,7 @@ def test_an_exception_in_the_very_first_iteration(cls, where):
     model, reference = make(cls)
     fail(model, own_chunk(batches(1, seed=5)[0]), where)
     model.reset_iter_state()
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2)
@@ -163,7 +169,7 @@ def test_out_of_memory_then_a_smaller_batch(where):
     fail(model, own_chunk(batches(1, seed=5)[0]), where, torch.OutOfMemoryError("trap: out of memory"))
     model.reset_iter_state()
     half = [x[:6] for x in batches()]
-    assert_same_bits(fed_own_chunk(model, half), fed_in_chunks(reference, half))
+    assert_trains_bitwise_as(model, reference, half)
 
 
 @on_ranks(2)
@@ -199,7 +205,7 @@ def test_our_own_allocations_may_be_what_runs_out_of_memory(what):
                 forward_backward(model, x)
         model.reset_iter_state()
         assert_clean(model)
-        assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+        assert_trains_bitwise_as(model, reference, batches(2))
 
 
 @on_ranks(2)
@@ -216,7 +222,7 @@ def test_a_forward_that_runs_out_of_memory_on_the_host_may_be_repeated():
                 model(x)
             assert str(caught.value) == told
             assert torch.equal(model(x), reference(x))
-        assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+        assert_trains_bitwise_as(model, reference, batches(1))
 
 
 @on_ranks(1, 2)
@@ -244,7 +250,7 @@ def test_an_exception_in_a_hook_of_the_user(kind):
     model.reset_iter_state()
     assert_clean(model)
     assert all(param.grad is None for param in model.parameters())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(1, 2)
@@ -268,7 +274,7 @@ def test_stop_iteration_in_a_hook_of_the_user_ends_backward_and_is_shown(kind):
     handle.remove()
     model.reset_iter_state()
     assert_clean(model)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2)
@@ -276,7 +282,7 @@ def test_resetting_twice_early_and_from_a_nested_module():
     model, reference = make(Fails)
     model.reset_iter_state()
     model.blocks[0].reset_iter_state()  # no forward yet: it may still become a root
-    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert_trains_bitwise_as(model, reference, batches(1))
     fail(model, own_chunk(batches(1, seed=5)[0]), "backward")
     with pytest.raises(OrderError, match="must be called on the root FSDP module"):
         model.blocks[0].reset_iter_state()
@@ -284,9 +290,9 @@ def test_resetting_twice_early_and_from_a_nested_module():
         model.blocks[2].reset_iter_state()
     model.reset_iter_state()
     model.reset_iter_state()
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
     model.reset_iter_state()
-    assert_same_bits(fed_own_chunk(model, batches(2, seed=3)), fed_in_chunks(reference, batches(2, seed=3)))
+    assert_trains_bitwise_as(model, reference, batches(2, seed=3))
 
 
 @on_ranks(1, 2, 3)
@@ -298,7 +304,7 @@ def test_a_reset_discards_what_was_accumulated_without_sync():
     fail(model, own_chunk(batches(1, seed=6)[0]), "backward")
     model.reset_iter_state()
     model.set_requires_gradient_sync(True)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(4)
@@ -306,16 +312,14 @@ def test_a_reset_discards_partial_reductions():
     model, reference = make(Fails)
     torch.manual_seed(0)
     model = copy.deepcopy(reference)
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(2, 2))
-    fully_shard(model, mesh=cpu_mesh(2, 2))
+    shard_blocks(model, mesh=cpu_mesh(2, 2))
     model.set_requires_all_reduce(False)
     forward_backward(model, own_chunk(batches(1, seed=5)[0]))
     model.reset_iter_state()
     model.set_requires_all_reduce(True)
     fail(model, own_chunk(batches(1, seed=6)[0]), "backward")
     model.reset_iter_state()
-    assert_equal_training(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_as(model, reference, batches())
 
 
 @on_ranks(2)
@@ -333,9 +337,7 @@ def test_a_failed_forward_keeps_the_gradients_of_micro_batches_that_succeeded_by
             model.reset_iter_state()
         return loss + forward_backward(model, three)
 
-    assert_equal_training(
-        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
-    )
+    assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2)
@@ -346,7 +348,7 @@ def test_a_failed_backward_discards_the_whole_step():
     fail(model, own_chunk(batches(1, seed=6)[0]), "backward")
     model.reset_iter_state()
     assert all(param.grad is None for param in model.parameters())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(1, 2)
@@ -355,15 +357,14 @@ def test_recovery_with_offloading():
     for where in ("forward", "backward"):
         fail(model, own_chunk(batches(1, seed=5)[0]), where)
         model.reset_iter_state()
-        assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+        assert_trains_bitwise_as(model, reference, batches(2))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["first", "second"])
 def test_an_exception_between_the_modules_of_a_list(where):
     torch.manual_seed(0)
-    model = Fails()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Fails())
     fully_shard([model.blocks[0], model.blocks[1], model.last], mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy())
     fully_shard(model, mesh=cpu_mesh())
     inner = model.blocks[0] if where == "first" else model.blocks[1]
@@ -376,7 +377,7 @@ def test_an_exception_between_the_modules_of_a_list(where):
         fail(model, own_chunk(batches(1, seed=5)[0]), "")
         model.reset_iter_state()
     handle.remove()
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(1)
@@ -411,7 +412,7 @@ def caught_then_written(after: bool | None, through: str, grad: bool, cls: type[
     """Train a step, fail in a forward, write all weights; returns the model and its reference."""
     model, reference = make(cls, after)
     model.held, reference.held = list(model.parameters()), list(reference.parameters())
-    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert_trains_bitwise_as(model, reference, batches(1))
     model.where = where
     with pytest.raises(RuntimeError, match="trap"), torch.set_grad_enabled(grad):
         model(own_chunk(batches(1, seed=5)[0]))
@@ -435,7 +436,7 @@ def test_weights_written_after_a_failed_forward_are_what_is_evaluated_and_traine
         write_as_ema_does(model, through)
         write_as_ema_does(reference, through)
         assert torch.equal(model(x), reference(x))
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(model, reference, batches(2))
 
 
 @on_ranks(2)
@@ -480,7 +481,7 @@ def test_a_forward_may_catch_what_one_of_its_blocks_raises(after):
         each.blocks[1].down.register_forward_pre_hook(raises)
     for fails in ("", "yes", "yes", ""):
         model.where = fails
-        assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+        assert_trains_bitwise_as(model, reference, batches(1))
         with torch.no_grad():
             x = batches(1, seed=6)[0]
             assert torch.equal(model(x), reference(x))
@@ -507,7 +508,7 @@ def test_a_failed_forward_of_a_registered_method_is_over():
     write_as_ema_does(reference, "state dict")
     with torch.no_grad():
         assert torch.equal(model.generate(x), reference.generate(x))
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(model, reference, batches(2))
 
 
 def code_in(folder: str, code: types.CodeType) -> types.CodeType:
@@ -550,7 +551,7 @@ def test_an_interrupted_forward_is_over_wherever_torch_is_installed():
 def test_an_interrupted_forward_is_over_when_the_next_one_begins(after):
     """``KeyboardInterrupt`` is no ``Exception``: torch calls no hook then."""
     model, reference = make(Fails, after)
-    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert_trains_bitwise_as(model, reference, batches(1))
     model.where, model.error = "forward", KeyboardInterrupt("trap")
     for grad in (True, False):
         with pytest.raises(KeyboardInterrupt, match="trap"), torch.set_grad_enabled(grad):
@@ -562,7 +563,7 @@ def test_an_interrupted_forward_is_over_when_the_next_one_begins(after):
         write_as_ema_does(reference, "state dict")
         with torch.no_grad():
             assert torch.equal(model(x), reference(x))
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(model, reference, batches(2))
 
 
 @on_ranks(2)
@@ -621,8 +622,8 @@ def test_a_failed_backward_then_zero_grad_then_a_retry_gives_each_gradient_once(
     def iteration(each: Fails, x: Tensor) -> Tensor:
         return retried(each, x, where, RuntimeError("trap"), zero_grad)
 
-    assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))
-    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
+    assert_trains_bitwise_as(model, reference, batches(1))
 
 
 @on_ranks(2)
@@ -653,7 +654,7 @@ def test_what_raises_in_backward_makes_no_difference(error, buffers):
     def iteration(each: Fails, x: Tensor) -> Tensor:
         return retried(each, x, "backward", error, "optimizer")
 
-    assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2)
@@ -670,7 +671,7 @@ def test_a_failed_backward_without_sync_then_zero_grad_then_a_retry_gives_each_g
             each.set_requires_gradient_sync(True)
         return loss + forward_backward(each, two)
 
-    assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2)
@@ -688,7 +689,7 @@ def test_a_backward_that_failed_among_gradients_that_wait_is_refused_until_they_
             model(x)
     getattr(model, drop)()
     model.set_requires_gradient_sync(True)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2)
@@ -714,18 +715,14 @@ def test_a_backward_may_be_retried_through_a_graph_that_was_retained():
         loss.backward()
         return loss
 
-    assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("manual", [False, True])
 def test_after_a_gradient_hook_that_raises_zero_grad_forgets_the_step(manual):
     """Finishing a reduction whose hook raised must neither fail nor hand out what is no gradient."""
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-    reference = copy.deepcopy(model)
-    for layer in model:
-        fully_shard(layer, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), shard_blocks)
     fails = [True]
 
     def hook(param: nn.Parameter) -> None:
@@ -755,9 +752,7 @@ def test_after_a_gradient_hook_that_raises_zero_grad_forgets_the_step(manual):
 @on_ranks(2)
 def test_a_hook_may_call_zero_grad():
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-    for layer in model:
-        fully_shard(layer, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    shard_blocks(model)
     model[1].weight.register_post_accumulate_grad_hook(lambda param: model[1].zero_grad())
     model(torch.ones(3, 8)).sum().backward()
     assert model[1].weight.grad is None

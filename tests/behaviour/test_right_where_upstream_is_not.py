@@ -19,6 +19,7 @@ from fsdp2 import CPUOffloadPolicy, fully_shard, share_comm_ctx
 from fsdp2.errors import MaterializationError, OrderError
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     adamw_foreach,
     adamw_one_by_one,
@@ -26,6 +27,7 @@ from harness.training import (
     assert_equal_training,
     assert_same_bits,
     assert_same_tensors,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     forward_backward,
@@ -33,12 +35,6 @@ from harness.training import (
     own_chunk,
     state_of,
 )
-
-
-def shard(model: nn.Module, after: bool | int | None = None, fully_shard=fully_shard, **options) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after, **options)
-    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after, **options)
 
 
 def evaluate(model: nn.Module, how: str, x: Tensor) -> None:
@@ -57,20 +53,18 @@ def evaluate(model: nn.Module, how: str, x: Tensor) -> None:
 @pytest.mark.parametrize("how", ["no_grad", "inference", "with grad"])
 def test_zero_grad_right_after_an_evaluation_forgets_every_gradient(how, after):
     """Upstream shows the root's unsharded parameters then, whose gradients are None: the sharded ones stay and are added to."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
     x = own_chunk(batches()[0])
     forward_backward(model, x)
     evaluate(model, how, x)
     model.zero_grad()
     model.reshard()
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2)
 def test_upstream_zero_grad_after_an_evaluation_misses_the_root():
-    model = shard(mlp(), fully_shard=torch_fully_shard)
+    model = shard_blocks(mlp(), fully_shard=torch_fully_shard)
     x = own_chunk(batches()[0])
     forward_backward(model, x)
     evaluate(model, "no_grad", x)
@@ -83,9 +77,7 @@ def test_upstream_zero_grad_after_an_evaluation_misses_the_root():
 @pytest.mark.parametrize("after", [True, False, None])
 @pytest.mark.parametrize("how", ["no_grad", "inference", "with grad"])
 def test_clipping_right_after_an_evaluation_counts_every_gradient(how, after):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
     forward_backward(model, own_chunk(batches()[0]))
     for chunk in batches()[0].chunk(2):
         (reference(chunk).square().mean() / 2).backward()
@@ -101,9 +93,7 @@ def test_clipping_right_after_an_evaluation_counts_every_gradient(how, after):
 @pytest.mark.parametrize("after", [True, False, None])
 def test_gradients_are_found_between_a_forward_and_its_backward(after):
     """Symptom: clipping missed the root's gradients, because the second forward had unsharded its parameters."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
     first, second = batches(2)
     forward_backward(model, own_chunk(first))
     loss = model(own_chunk(second)).square().mean()
@@ -118,7 +108,7 @@ def test_gradients_are_found_between_a_forward_and_its_backward(after):
 
 @on_ranks(2)
 def test_parameters_are_unsharded_while_a_backward_may_follow():
-    model, reference = shard(mlp(), False), mlp()
+    model, reference = shard_blocks(mlp(), False), mlp()
     x = batches()[0]
     for _ in range(2):
         found = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
@@ -138,7 +128,7 @@ LOOKS = {
 @pytest.mark.parametrize("after", [False, None, 1])
 def test_one_rank_may_look_at_the_model_in_the_middle_of_a_step(after, look):
     """Symptom: a hang, for the rank that looked gathered again what the others still had."""
-    model, reference = shard(mlp(), after), mlp()
+    model, reference = shard_blocks(mlp(), after), mlp()
     reference_steps = fed_in_chunks(reference, batches(), iteration=forward_and_backward_twice)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
@@ -159,7 +149,7 @@ def forward_and_backward_twice(model: nn.Module, x: Tensor, between=None) -> Ten
 
 @on_ranks(2)
 def test_clipping_parameters_that_were_listed_unsharded_scales_the_sharded_gradients():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     forward_backward(model, own_chunk(batches()[0]))
     model.unshard()
     listed = list(model.parameters())
@@ -177,9 +167,7 @@ def test_clipping_parameters_that_were_listed_unsharded_scales_the_sharded_gradi
 @pytest.mark.parametrize("how", ["no_grad", "with grad"])
 def test_an_optimizer_that_is_built_right_after_an_evaluation_trains_every_parameter(how, after):
     """Upstream gives it unsharded parameters, which never get a gradient: it leaves them as they are, in silence."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
     evaluate(model, how, own_chunk(batches()[0]))
     optimizer = adamw_foreach(model.parameters())
     model.reshard()
@@ -190,11 +178,10 @@ def test_an_optimizer_that_is_built_right_after_an_evaluation_trains_every_param
 
 @on_ranks(2)
 def test_an_optimizer_that_was_built_before_fully_shard_gets_the_sharded_parameters():
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     optimizer = torch.optim.AdamW([{"params": [p for n, p in model.named_parameters() if "bias" in n], "weight_decay": 0.0}], lr=0.01)
     optimizer.add_param_group({"params": [p for n, p in model.named_parameters() if "bias" not in n]})
-    shard(model)
+    shard_blocks(model)
     steps = fed_own_chunk(model, batches(), optimizer=optimizer)
 
     def same_groups(params) -> torch.optim.Optimizer:
@@ -211,7 +198,7 @@ def test_an_optimizer_with_state_for_whole_parameters_is_refused():
     optimizer = adamw_one_by_one(model.parameters())
     forward_backward(model, batches()[0])
     optimizer.step()
-    shard(model)
+    shard_blocks(model)
     forward_backward(model, own_chunk(batches()[0]))
     with pytest.raises(OrderError, match=r"first\.weight"):
         optimizer.step()
@@ -222,9 +209,7 @@ def test_an_optimizer_with_state_for_whole_parameters_is_refused():
 @pytest.mark.parametrize("after", [False, None])
 def test_parameters_left_unsharded_are_not_stale_after_a_step(optimizer, after):
     """backward, evaluation with grad (the root stays unsharded), step, forward: upstream's forward uses the root's old values."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
 
     def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
         loss = forward_backward(model, x).detach()
@@ -259,9 +244,8 @@ def forward_backward_in_chunks(model: nn.Module, x: Tensor) -> Tensor:
 @on_ranks(2)
 def test_keeping_parameters_after_backward_over_a_step_is_not_stale():
     """``set_reshard_after_backward(False)``, as if for accumulation, but never switched back."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    optimizer = adamw_foreach(shard(model).parameters())
+    model, reference = with_reference(mlp())
+    optimizer = adamw_foreach(shard_blocks(model).parameters())
     model.set_reshard_after_backward(False)
     plain = adamw_foreach(reference.parameters())
     for x in batches(4):
@@ -276,9 +260,7 @@ def test_keeping_parameters_after_backward_over_a_step_is_not_stale():
 @on_ranks(2)
 def test_what_a_forward_kept_and_the_next_one_skips_is_not_stale_in_the_one_after():
     """Symptom: only the first forward after it looked whether the parameters that an earlier one had kept were written since."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, False)
+    model, reference = with_reference(mlp(), shard_blocks, False)
     x = batches()[0]
     with torch.no_grad():
         assert torch.equal(model(x), reference(x))
@@ -297,8 +279,7 @@ def test_what_a_forward_kept_and_the_next_one_skips_is_not_stale_in_the_one_afte
 @pytest.mark.parametrize("after", [True, None])
 def test_a_tied_embedding_that_a_forward_with_grad_kept_is_not_stale(after):
     """Symptom: the root's own groups were looked at, not the embedding's, which the root holds as long."""
-    model = transformer(tied=True)
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(transformer(tied=True))
     fully_shard(model.embedding, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
     ids = token_batches()[0]
@@ -314,7 +295,7 @@ def test_a_tied_embedding_that_a_forward_with_grad_kept_is_not_stale(after):
 
 @on_ranks(2)
 def test_a_write_between_unshard_and_forward_is_seen_by_the_forward():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     x = own_chunk(batches()[0])
     parameters = list(model.parameters())
     model.unshard()
@@ -329,9 +310,7 @@ def test_a_write_between_unshard_and_forward_is_seen_by_the_forward():
 @on_ranks(1, 2, 3)
 def test_reshard_ends_a_pending_unshard_whose_values_nobody_sees():
     """Upstream drops nothing: the next forward uses what was gathered before the parameters changed."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         return forward_backward(model, x)
@@ -362,30 +341,26 @@ def test_a_first_forward_in_inference_mode_does_not_break_training(after):
     """Upstream makes inference tensors of its parameters, which autograd then refuses to save."""
     if after == 2 and torch.distributed.get_world_size() % 2 == 1:
         after = 1
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
     with torch.inference_mode():
         model(own_chunk(batches()[0]))
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(model, reference, batches(2))
     model.double()
     with torch.inference_mode():
         model(own_chunk(batches()[0]).double())
     model.float()
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(model, reference, batches(2))
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False, None])
 def test_casting_the_model_after_an_iteration(after):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
     for dtype in (torch.float32, torch.float64, torch.float32):
         model.to(dtype)
         reference.to(dtype)
         inputs = [x.to(dtype) for x in batches(2)]
-        assert_same_bits(fed_own_chunk(model, inputs), fed_in_chunks(reference, inputs))
+        assert_trains_bitwise_as(model, reference, inputs)
 
 
 @on_ranks(1, 2)
@@ -394,7 +369,7 @@ def test_the_model_works_once_it_is_materialised_after_the_error():
     reference = mlp()
     with torch.device("meta"):
         model = mlp()
-    shard(model)
+    shard_blocks(model)
     x = own_chunk(batches()[0])
     for _ in range(2):
         with pytest.raises(MaterializationError, match=r"first\.weight"):
@@ -406,7 +381,7 @@ def test_the_model_works_once_it_is_materialised_after_the_error():
         for name, param in model.named_parameters():
             whole = reference.get_parameter(name).detach()
             param.copy_(distribute_tensor(whole, cpu_mesh(), param.placements))
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(model, reference, batches(2))
 
 
 # --- several roots ------------------------------------------------------------------------------------------------------------------
@@ -420,7 +395,7 @@ def test_roots_that_share_a_communication_context_and_are_all_last(order):
     second.first = nn.Linear(5, 10)
     plain = [copy.deepcopy(first), copy.deepcopy(second)]
     for model in (first, second):
-        shard(model)
+        shard_blocks(model)
     share_comm_ctx([first, second])
     for model in (first, second):
         model.set_is_last_backward(True)
@@ -462,7 +437,7 @@ def test_chained_roots_of_which_some_are_not_told_that_this_is_their_last_backwa
     """Upstream has all gradients, too, but for the second backward of two where the later root alone is told (an IndexError)."""
     roots = mlp(seed=0), nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 3))
     wholes = copy.deepcopy(roots)
-    shard(roots[0])
+    shard_blocks(roots[0])
     fully_shard(roots[1][0], mesh=cpu_mesh())
     fully_shard(roots[1], mesh=cpu_mesh())
     share_comm_ctx(list(roots))
@@ -490,9 +465,7 @@ def test_chained_roots_of_which_some_are_not_told_that_this_is_their_last_backwa
 @pytest.mark.parametrize("pin_memory", [True, False])
 def test_offloading_on_a_host_without_accelerator(pin_memory):
     """Upstream asks for the pinned memory of an accelerator that is not there."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
+    model, reference = with_reference(mlp(), shard_blocks, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
     seen = []
     model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.to_local().clone()))
 
@@ -507,25 +480,23 @@ def test_offloading_on_a_host_without_accelerator(pin_memory):
 
 @on_ranks(2)
 def test_accumulation_without_sync_is_forgotten_by_zero_grad():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
     model.set_requires_gradient_sync(False)
     forward_backward(model, own_chunk(batches(1, seed=8)[0]))
     model.zero_grad()
     model.set_requires_gradient_sync(True)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2)
 def test_zero_grad_to_zeros_keeps_the_gradient_tensors():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     forward_backward(model, own_chunk(batches()[0]))
     grads = {name: param.grad for name, param in model.named_parameters()}
     model.zero_grad(set_to_none=False)
     assert all(param.grad is grads[name] for name, param in model.named_parameters())
     assert all(not grad.to_local().any() for grad in grads.values())
     forward_backward(model, own_chunk(batches()[0]))
-    fresh = shard(mlp())
+    fresh = shard_blocks(mlp())
     forward_backward(fresh, own_chunk(batches()[0]))
     assert_same_tensors(grads_of(model), grads_of(fresh), "gradient")

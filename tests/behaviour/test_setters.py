@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from unittest import mock
 
@@ -14,23 +13,17 @@ from torch import Tensor, nn
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, parallelize, user_warnings
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     assert_equal_grads,
-    assert_equal_training,
-    assert_same_bits,
-    fed_in_chunks,
-    fed_own_chunk,
+    assert_trains_as,
+    assert_trains_bitwise_as,
     forward_backward,
     grads_of,
+    micro_batches,
     own_chunk,
 )
 from harness.user_warnings import warned_on_rank_0
-
-
-def shard(model: nn.Module, mesh=None, **options) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh or cpu_mesh(), **options)
-    return fully_shard(model, mesh=mesh or cpu_mesh(), **options)
 
 
 def every(model: nn.Module) -> list[FSDPModule]:
@@ -45,40 +38,27 @@ def whole_gradients(reference: nn.Module, x: Tensor, divide_by: float) -> dict[s
 
 # --- when gradients are reduced -----------------------------------------------------------------------------------------------------
 
-PATTERNS = {
-    "sync at the end": [(False, False), (False, False), (True, True)],
-    "sync in between": [(False, False), (True, False), (True, True)],
-    "sync always": [(True, False), (True, False), (True, True)],
-    "last is not told": [(False, True), (True, True), (False, True), (True, True)],
+PATTERNS = {  # how many micro-batches, those that sync, and those of which the model is told that they are the last
+    "sync at the end": (3, [2], [2]),
+    "sync in between": (3, [1, 2], [2]),
+    "sync always": (3, [0, 1, 2], [2]),
+    "last is not told": (4, [1, 3], [0, 1, 2, 3]),
 }
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_of_sync_and_last_backward(pattern):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for (sync, is_last), part in zip(PATTERNS[pattern], x.chunk(len(PATTERNS[pattern])), strict=True):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(sync)
-                model.set_is_last_backward(is_last)
-            losses.append(forward_backward(model, part))
-        return torch.stack(losses).mean()
-
+    model, reference = with_reference(mlp(), shard_blocks)
+    number, syncs, lasts = PATTERNS[pattern]
+    iteration = micro_batches(number, set_requires_gradient_sync=syncs, set_is_last_backward=lasts)
     inputs = batches(2, shape=(36, 7))
-    steps = fed_own_chunk(model, inputs, iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, inputs, iteration=iteration))
+    assert_trains_as(model, reference, inputs, iteration=iteration)
 
 
 @on_ranks(2, 3)
 def test_modules_that_do_not_sync_while_others_do():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         losses = []
@@ -92,8 +72,7 @@ def test_modules_that_do_not_sync_while_others_do():
         return torch.stack(losses).mean()
 
     inputs = batches(2, shape=(36, 7))
-    steps = fed_own_chunk(model, inputs, iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, inputs, iteration=iteration))
+    assert_trains_as(model, reference, inputs, iteration=iteration)
 
 
 # --- how they are reduced -------------------------------------------------------------------------------------------------------------
@@ -101,26 +80,24 @@ def test_modules_that_do_not_sync_while_others_do():
 
 @on_ranks(2, 3)
 def test_setters_that_change_communication_only():
-    model = mlp(num_blocks=4)
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(num_blocks=4), shard_blocks)
     model.set_reduce_scatter_max_input_buffers(2)
     model.set_separate_reduce_scatter_group()
     for module in every(model):
         module.set_force_sum_reduction_for_comms(True)
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(model, reference, batches(2))
     model.set_reduce_scatter_max_input_buffers(1)
     model.set_separate_reduce_scatter_group(False)
     for module in every(model):
         module.set_force_sum_reduction_for_comms(False)
-    assert_same_bits(fed_own_chunk(model, batches(2, seed=2)), fed_in_chunks(reference, batches(2, seed=2)))
+    assert_trains_bitwise_as(model, reference, batches(2, seed=2))
 
 
 @on_ranks(2)
 def test_as_many_reductions_are_in_flight_as_asked_for():
     from fsdp2.core.iteration.reductions import Reductions
 
-    model = shard(mlp(num_blocks=4))
+    model = shard_blocks(mlp(num_blocks=4))
     most = 0
     start = Reductions.start
 
@@ -141,7 +118,7 @@ def test_as_many_reductions_are_in_flight_as_asked_for():
 def test_several_input_buffers_in_symmetric_memory_are_refused_before_the_first_forward():
     from fsdp2.core.comm.communicators import OwnReduceScatter
 
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     (group,) = model.blocks[1]._get_fsdp_state().groups
     comm = object.__new__(OwnReduceScatter)  # what set_symm_mem_for_comm makes where there is NCCL
     comm.symmetric = "NCCL"
@@ -153,7 +130,7 @@ def test_several_input_buffers_in_symmetric_memory_are_refused_before_the_first_
 
 @on_ranks(2)
 def test_the_separate_group_carries_the_reductions():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     model.set_separate_reduce_scatter_group()
     groups = {group.gradients.options.process_group for module in every(model) for group in module._get_fsdp_state().groups}
     assert len(groups) == 1
@@ -165,11 +142,11 @@ def test_the_separate_group_carries_the_reductions():
 @on_ranks(2, timeout=30)
 def test_ranks_may_have_made_different_numbers_of_process_groups():
     """Symptom: a hang, in torch too: each rank waited for the others under another name."""
-    model, reference = shard(mlp()), mlp()
+    model, reference = shard_blocks(mlp()), mlp()
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
     model.set_separate_reduce_scatter_group()
-    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert_trains_bitwise_as(model, reference, batches(1))
 
 
 @on_ranks(1, 2, 3)
@@ -177,9 +154,7 @@ def test_ranks_may_have_made_different_numbers_of_process_groups():
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
 def test_set_gradient_divide_factor(sum_only, reduce_dtype):
     """Upstream asks gloo for PREMUL_SUM, which it does not have."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    model, reference = with_reference(mlp(), shard_blocks, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     for module in every(model):
         module.set_gradient_divide_factor(5.0)
         module.set_force_sum_reduction_for_comms(sum_only)
@@ -189,9 +164,7 @@ def test_set_gradient_divide_factor(sum_only, reduce_dtype):
 
 @on_ranks(4)
 def test_set_gradient_divide_factor_with_replication():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, cpu_mesh(2, 2))
+    model, reference = with_reference(mlp(), shard_blocks, mesh=cpu_mesh(2, 2))
     for module in every(model):
         module.set_gradient_divide_factor(3.0)
     forward_backward(model, own_chunk(batches()[0]))
@@ -200,36 +173,31 @@ def test_set_gradient_divide_factor_with_replication():
 
 @on_ranks(2)
 def test_a_divide_factor_of_none_is_the_default_again_as_under_torchs_fsdp2():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
     for factor in (3.0, None):
         for module in every(model):
             module.set_gradient_divide_factor(factor)
-    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert_trains_bitwise_as(model, reference, batches(1))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("apply", [fully_shard, parallelize])
 def test_no_offload_policy_is_that_of_the_default_as_under_torchs_fsdp2(apply):
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     apply(model, mesh=cpu_mesh(), offload_policy=None)
-    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert_trains_bitwise_as(model, reference, batches(1))
 
 
 @on_ranks(2)
 def test_the_old_name_of_the_divide_factor_warns():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     with warned_on_rank_0(FutureWarning, "set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(2.0)
 
 
 @on_ranks(1, 2, 3)
 def test_an_all_reduce_hook_on_one_axis_changes_the_gradient_before_it_is_seen():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
     seen = []
 
     def hook(reduced: Tensor) -> None:
@@ -251,9 +219,7 @@ def test_an_all_reduce_hook_on_one_axis_changes_the_gradient_before_it_is_seen()
 def test_an_all_reduce_hook_may_be_a_users_own_replication():
     """1-D sharding over two ranks, and a hook that averages over the other two: HSDP by hand."""
     mesh = cpu_mesh(2, 2)
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, mesh["shard"])
+    model, reference = with_reference(mlp(), shard_blocks, mesh=mesh["shard"])
     for module in every(model):
         module.set_all_reduce_hook(lambda reduced: dist.all_reduce(reduced, op=dist.ReduceOp.AVG, group=mesh["replicate"].get_group()))
     forward_backward(model, own_chunk(batches()[0]))
@@ -268,13 +234,11 @@ def test_an_all_reduce_hook_may_be_a_users_own_replication():
 def test_an_embedding_is_not_gathered_in_backward_if_it_need_not_be():
     from fsdp2.core.group.all_gather import Gather
 
-    model = transformer()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(transformer())
     fully_shard(model.embedding, mesh=cpu_mesh())
-    shard(model)
+    shard_blocks(model)
     model.embedding.set_unshard_in_backward(False)
-    steps = fed_own_chunk(model, token_batches(2))
-    assert_same_bits(steps, fed_in_chunks(reference, token_batches(2)))
+    assert_trains_bitwise_as(model, reference, token_batches(2))
     starts = []
     start = Gather.start
     with mock.patch.object(Gather, "start", lambda self, *args: (starts.append(self), start(self, *args))[1]):
@@ -289,7 +253,7 @@ def test_an_embedding_is_not_gathered_in_backward_if_it_need_not_be():
 
 @on_ranks(1, 2)
 def test_a_setter_without_effect_says_so_once():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     setters = {
         "set_post_optim_event": lambda module: module.set_post_optim_event(torch.Event("cpu") if False else mock.Mock()),
         "set_allocate_memory_from_process_group_for_comm": lambda module: module.set_allocate_memory_from_process_group_for_comm(True),
@@ -304,12 +268,12 @@ def test_a_setter_without_effect_says_so_once():
                 call(model)
                 call(model.blocks[0])
     reference = mlp()
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(model, reference, batches(2))
 
 
 @on_ranks(2)
 def test_a_profile_shows_what_each_module_gathers_and_reduces():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     x = own_chunk(batches()[0])
     forward_backward(model, x)
     with torch.profiler.profile(acc_events=True) as profile:  # torch 2.11 and 2.12 warn where nobody chose

@@ -5,8 +5,6 @@ torch's FSDP2 handles the transforms, but fails under ``torch.autograd.forward_a
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -15,13 +13,14 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
-from harness.training import assert_equal_grads, assert_same_bits, fed_in_chunks, fed_own_chunk, grads_of
+from harness.sharding import with_reference
+from harness.training import assert_equal_grads, assert_trains_bitwise_as, grads_of
 
 
 def make(after: bool | None) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.Linear(7, 3))
-    reference = copy.deepcopy(model)
+    layers = nn.Linear(6, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.Linear(7, 3)
+    model, reference = with_reference(nn.Sequential(*layers))
     fully_shard(model[2], mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
     return model, reference
@@ -64,7 +63,7 @@ def test_a_transform_gives_what_it_gives_for_the_unsharded_model(transform, afte
     torch.testing.assert_close(TRANSFORMS[transform](model), TRANSFORMS[transform](reference))
     assert all(param.grad is None for param in model.parameters())
     inputs = [X.repeat(3, 1)]
-    assert_same_bits(fed_own_chunk(model, inputs), fed_in_chunks(reference, inputs))
+    assert_trains_bitwise_as(model, reference, inputs)
     torch.testing.assert_close(TRANSFORMS[transform](model), TRANSFORMS[transform](reference))
 
 

@@ -27,16 +27,10 @@ from fsdp2.checkpoint import CheckpointError, full_optimizer_state_dict, full_st
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes, covered_bytes
 from harness.models import MLP, batches, mlp, token_batches, transformer
+from harness.sharding import shard_blocks
 from harness.training import adamw, assert_equal_training, fed_own_chunk, fed_whole, sgd
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    options.setdefault("mesh", cpu_mesh())
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
 
 
 def trained(model: nn.Module, make_optimizer: Any = adamw, inputs: list[Tensor] | None = None) -> Optimizer:
@@ -74,20 +68,20 @@ def assert_same_state(actual: Any, expected: Any, where: str = "state") -> None:
 def test_model_state_is_the_unsharded_one_on_rank_0_and_empty_elsewhere(placement: str | None) -> None:
     reference = mlp()
     fn = (lambda param: Shard(1) if param.ndim > 1 else None) if placement else None
-    full = full_state_dict(sharded(copy.deepcopy(reference), shard_placement_fn=fn))
+    full = full_state_dict(shard_blocks(copy.deepcopy(reference), shard_placement_fn=fn))
     assert_same_state(full, dict(reference.state_dict()) if dist.get_rank() == 0 else {})
 
 
 @on_ranks(4)
 def test_model_state_is_gathered_from_hsdp() -> None:
     reference = mlp()
-    full = full_state_dict(sharded(copy.deepcopy(reference), mesh=cpu_mesh(2, 2)))
+    full = full_state_dict(shard_blocks(copy.deepcopy(reference), mesh=cpu_mesh(2, 2)))
     assert_same_state(full, dict(reference.state_dict()) if dist.get_rank() == 0 else {})
 
 
 @on_ranks(2)
 def test_tied_parameters_are_one_tensor_under_both_names() -> None:
-    full = full_state_dict(sharded(transformer(tied=True)))
+    full = full_state_dict(shard_blocks(transformer(tied=True)))
     if dist.get_rank() == 0:
         assert full["embedding.weight"] is full["head.weight"]
         transformer(tied=True, seed=1).load_state_dict(full)
@@ -115,7 +109,7 @@ class WithExtras(nn.Module):
 @on_ranks(2)
 def test_buffers_frozen_parameters_and_extra_state_are_included() -> None:
     reference = WithExtras()
-    model = sharded(WithExtras())
+    model = shard_blocks(WithExtras())
     full = full_state_dict(model)
     if dist.get_rank() == 0:
         assert_same_state(full, dict(reference.state_dict()))
@@ -127,7 +121,7 @@ def test_buffers_frozen_parameters_and_extra_state_are_included() -> None:
 @on_ranks(2)
 def test_model_state_can_be_taken_while_parameters_are_unsharded() -> None:
     reference = mlp()
-    model = sharded(copy.deepcopy(reference))
+    model = shard_blocks(copy.deepcopy(reference))
     model(batches(1)[0])  # the root stays unsharded
     full = full_state_dict(model)
     assert_same_state(full, dict(reference.state_dict()) if dist.get_rank() == 0 else {})
@@ -138,7 +132,7 @@ def test_values_on_the_meta_device_are_an_error_that_names_them() -> None:
     with torch.device("meta"):
         model = MLP()
     with pytest.raises(RuntimeError, match=r"first\.weight \(10, 7\)"):
-        full_state_dict(sharded(model))
+        full_state_dict(shard_blocks(model))
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------------------
@@ -147,7 +141,7 @@ def test_values_on_the_meta_device_are_an_error_that_names_them() -> None:
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 def test_optimizer_state_is_what_torch_gathers(make_optimizer: Any) -> None:
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     optimizer = trained(model, make_optimizer)
     full = full_optimizer_state_dict(model, optimizer, by_name=True)
     expected = get_optimizer_state_dict(model, optimizer, options=FULL)
@@ -164,7 +158,7 @@ def test_optimizer_state_is_what_torch_gathers(make_optimizer: Any) -> None:
 @on_ranks(2)
 def test_optimizer_state_before_the_first_step_is_empty_and_takes_none() -> None:
     """torch's own ``get_optimizer_state_dict`` steps with zero gradients here, so that Adam is one step ahead ever after."""
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     optimizer = adamw(model.parameters())
     full = full_optimizer_state_dict(model, optimizer)
     if dist.get_rank() == 0:
@@ -182,7 +176,7 @@ def test_optimizer_state_of_some_parameters_in_several_groups_is_the_unsharded_o
             {"params": [model.first.weight, model.first.bias], "weight_decay": torch.tensor(0.25)},
         ]
 
-    reference, model = mlp(), sharded(mlp())
+    reference, model = mlp(), shard_blocks(mlp())
     whole, optimizer = adamw(groups(reference)), adamw(groups(model))
     for each, chosen in ((reference, whole), (model, optimizer)):
         each(batches(1)[0]).sum().backward()
@@ -199,7 +193,7 @@ def test_optimizer_over_other_parameters_is_an_error_that_names_their_places() -
     model = mlp()
     optimizer = adamw(model.parameters())
     with pytest.raises(CheckpointError, match=r"param_groups\[0\]\['params'\]\[0\]: Parameter \(10, 7\)"):
-        full_optimizer_state_dict(sharded(model), optimizer)
+        full_optimizer_state_dict(shard_blocks(model), optimizer)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------------------
@@ -253,7 +247,7 @@ def test_memory_is_the_result_and_two_bands(uneven: int) -> None:
 
 @on_ranks(2)
 def test_file_loads_into_the_unsharded_model_and_its_optimizer(tmp_path: Path) -> None:
-    model = sharded(transformer(tied=True))
+    model = shard_blocks(transformer(tied=True))
     optimizer = trained(model, sgd, inputs=token_batches(2))
     save_full_state(tmp_path / "deep" / "full.pt", model, optimizer)
     save_full_state(tmp_path / "model.pt", model)
@@ -276,7 +270,7 @@ def test_file_loads_into_the_unsharded_model_and_its_optimizer(tmp_path: Path) -
 
 @on_ranks(2)
 def test_optimizer_state_by_name_goes_into_a_model_of_any_sharding() -> None:
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     optimizer = trained(model)
     full = full_optimizer_state_dict(model, optimizer, by_name=True)
     other = fully_shard(mlp(), mesh=cpu_mesh())
@@ -300,7 +294,7 @@ def test_parameters_that_share_a_step_count_in_a_file_of_fsdp1_count_by_themselv
 
     model = mlp()
     model.load_state_dict(whole.state_dict())
-    optimizer = adamw(sharded(model).parameters())
+    optimizer = adamw(shard_blocks(model).parameters())
     set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(full_state_dict=True))
     expected = fed_whole(whole, batches(3, seed=5), lambda _: whole_optimizer)
     assert_equal_training(fed_own_chunk(model, batches(3, seed=5), optimizer=optimizer), expected)
@@ -318,7 +312,7 @@ def test_parameters_that_share_a_step_count_in_a_file_of_fsdp1_count_by_themselv
 
 @on_ranks(2)
 def test_full_disk_raises_on_every_rank_and_leaves_the_earlier_file(tmp_path: Path) -> None:
-    path, model = tmp_path / "model.pt", sharded(mlp())
+    path, model = tmp_path / "model.pt", shard_blocks(mlp())
     save_full_state(path, model)
     before = path.read_bytes()
     error = OSError(28, "No space left on device")

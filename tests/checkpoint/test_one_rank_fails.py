@@ -45,6 +45,7 @@ from fsdp2.core.comm.agreement import LostRankError, agree, agree_over
 from fsdp2.errors import FSDPError
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp, transformer
+from harness.sharding import shard_blocks
 from harness.training import assert_same_tensors
 from harness.worker import PRELOAD
 
@@ -75,9 +76,7 @@ def failing(path: str, rank: int, after: int, error: str) -> Iterator[None]:
 
 def sharded(seed: int = 0, **options: Any) -> nn.Module:
     model = transformer(tied=True, seed=seed, **options)
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    return fully_shard(model, mesh=cpu_mesh())
+    return shard_blocks(model)
 
 
 def raises_on_every_rank(names: Names, call: Callable[[], Any]) -> None:

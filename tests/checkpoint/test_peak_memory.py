@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import fully_shard
 from fsdp2.checkpoint import full_state_dict, load_safetensors, save_safetensors
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
+from harness.sharding import shard_blocks
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,9 +33,7 @@ def sharded_on_meta() -> nn.Module:
     """4 layers of 24 MB and one of 240 MB."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(2000, 3000 if index < 4 else 30_000, bias=False) for index in range(5)])
-    for layer in model:
-        fully_shard(layer, mesh=cpu_mesh())
-    return fully_shard(model, mesh=cpu_mesh())
+    return shard_blocks(model)
 
 
 def sharded() -> nn.Module:

@@ -26,6 +26,7 @@ from fsdp2.checkpoint.lazy_tensors import LazyTensor, dtype_of
 from fsdp2.checkpoint.shard_geometry import Box
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import adamw
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # FSDP1 and ShardedTensor are deprecated, and say so
@@ -169,9 +170,7 @@ def test_a_sharded_checkpoint_loads_straight_into_a_sharded_model(tmp_path: Path
     full = full_params(model)
     with torch.device("meta"):
         other: Any = mlp()
-    for block in other.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    fully_shard(other, mesh=cpu_mesh())
+    shard_blocks(other)
     report = load_checkpoint(other, tmp_path / "fsdp1")
     assert report.bytes_read <= sum(param.to_local().nbytes for param in other.parameters())
     for name, param in other.named_parameters():

@@ -25,6 +25,7 @@ from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
 from fsdp2.checkpoint.file_reading import is_inside
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
+from harness.sharding import shard_blocks
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -217,9 +218,7 @@ def test_what_fails_on_one_rank_alone_fails_on_every_rank_and_the_model_is_uncha
         for param in model.parameters():
             nn.init.constant_(param, 7.0)
     mesh = cpu_mesh() if axes == 1 else cpu_mesh(2, 2)
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_blocks(model, mesh=mesh)
     params = list(model.parameters())
     damage = {
         "disk": lambda: fails_at(1, OSError(errno.EIO, "Input/output error")),
@@ -258,12 +257,6 @@ def test_in_place_overwrites_what_it_has_read(tmp_path):
 # --- saving ---------------------------------------------------------------------------------------------------------------------
 
 
-def shard_all(model):
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    return fully_shard(model, mesh=cpu_mesh())
-
-
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -276,8 +269,8 @@ def test_a_full_disk_raises_on_every_rank_and_the_earlier_checkpoint_is_there(
 ):
     folder = tmp_path / "folder"
     if earlier is not None:
-        save_safetensors(shard_all(mlp(seed=1)), folder, earlier)
-    model = shard_all(mlp(seed=2))
+        save_safetensors(shard_blocks(mlp(seed=1)), folder, earlier)
+    model = shard_blocks(mlp(seed=2))
     dist.barrier()
     before = contents(folder) if earlier is not None else {}
     dist.barrier()
@@ -310,7 +303,7 @@ def test_a_full_disk_raises_on_every_rank_and_the_earlier_checkpoint_is_there(
 @on_ranks(2)
 def test_a_limit_of_the_operating_system_is_reported_as_well(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    model = shard_all(mlp())
+    model = shard_blocks(mlp())
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
         with pytest.raises(CheckpointError, match="File too large") as caught:
@@ -324,7 +317,7 @@ def test_a_limit_of_the_operating_system_is_reported_as_well(tmp_path):
 
 @on_ranks(2)
 def test_a_folder_that_cannot_be_written_to(tmp_path):
-    model = shard_all(mlp())
+    model = shard_blocks(mlp())
     (tmp_path / f"file{dist.get_rank()}").write_text("")
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"Not a directory|File exists"):

@@ -20,6 +20,7 @@ from fsdp2.checkpoint.safetensors_load import Mismatch
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes
 from harness.models import mlp, transformer
+from harness.sharding import shard_blocks
 
 
 class Odd(nn.Module):
@@ -77,12 +78,6 @@ def share(model):
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in (*model.parameters(), *buffers))
 
 
-def shard_all(model, mesh, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
 # --- values and bytes -----------------------------------------------------------------------------------------------------------
 
 
@@ -93,7 +88,7 @@ def test_values_equal_the_unsharded_model_and_bytes_the_share(tmp_path, start):
     folder = stored(reference, tmp_path)
     with torch.device(start):
         model = mlp(seed=2)
-    shard_all(model, cpu_mesh())
+    shard_blocks(model)
     before = list(model.parameters())
     report = load_safetensors(model, folder)
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
@@ -131,7 +126,7 @@ def test_hsdp_reads_a_share_on_each_replica(tmp_path, start):
     folder = stored(reference, tmp_path)
     with torch.device(start):
         model = mlp(seed=2)
-    shard_all(model, cpu_mesh(2, 2))
+    shard_blocks(model, mesh=cpu_mesh(2, 2))
     report = load_safetensors(model, folder)
     assert_equal_models(model, reference)
     assert report.bytes_read == share(model)
@@ -198,7 +193,7 @@ def test_cpu_offload(tmp_path, start):
     folder = stored(reference, tmp_path)
     with torch.device(start):
         model = mlp(seed=2)
-    shard_all(model, cpu_mesh(), offload_policy=CPUOffloadPolicy())
+    shard_blocks(model, offload_policy=CPUOffloadPolicy())
     load_safetensors(model, folder)
     assert_equal_models(model, reference)
 
@@ -213,7 +208,7 @@ def test_dtypes_are_converted_on_the_way(tmp_path, start):
     for dtype in wanted:
         with torch.device(start):
             model = mlp(seed=2).to(dtype)
-        shard_all(model, cpu_mesh())
+        shard_blocks(model)
         load_safetensors(model, folder)
         for name, value in reference.state_dict().items():
             assert torch.equal(whole(model.state_dict()[name]), value.bfloat16().to(dtype))
@@ -244,7 +239,7 @@ def test_a_step_follows_and_a_loaded_model_forgets_what_was_unsharded(tmp_path):
     """The root stays unsharded after its forward; what it had gathered is not what is loaded."""
     reference = mlp(seed=1)
     folder = stored(reference, tmp_path)
-    model = shard_all(mlp(seed=2), cpu_mesh())
+    model = shard_blocks(mlp(seed=2))
     x = torch.randn(4, 7)
     model(x)
     load_safetensors(model, folder)
@@ -263,7 +258,7 @@ def test_names_are_those_without_wrappers(tmp_path):
         model = mlp()
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     model.blocks[1].up = torch.compile(model.blocks[1].up, backend="eager")
-    shard_all(model, cpu_mesh())
+    shard_blocks(model)
     report = load_safetensors(model, folder)
     assert sorted(report.loaded) == sorted(reference.state_dict())
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -292,7 +287,7 @@ def test_tied_parameters_come_under_any_of_their_names(tmp_path, name):
     with torch.device("meta"):
         model = transformer(tied=True)
     fully_shard(model.embedding, mesh=cpu_mesh())
-    shard_all(model, cpu_mesh())
+    shard_blocks(model)
     load_safetensors(model, tmp_path)
     assert model.head.weight is model.embedding.weight
     assert_equal_models(model, reference)
@@ -304,7 +299,7 @@ def test_a_parameter_with_a_weak_reference_is_replaced(tmp_path):
     folder = stored(reference, tmp_path)
     with torch.device("meta"):
         model = mlp()
-    shard_all(model, cpu_mesh())
+    shard_blocks(model)
     kept = weakref.ref(model.first.weight)
     load_safetensors(model, folder)
     assert kept() is not model.first.weight
@@ -346,7 +341,7 @@ def test_without_strict_missing_values_are_initialized_and_loaded_ones_stay(tmp_
     folder = stored(reference, tmp_path, but=("last.weight", "blocks.1.up.bias"))
     with torch.device(start):
         model = mlp(seed=2)
-    shard_all(model, cpu_mesh())
+    shard_blocks(model)
     with pytest.raises(CheckpointError, match=r"2 keys missing(.|\n)*blocks.1.up.bias: is not in the checkpoint"):
         load_safetensors(model, folder)
     assert all(param.is_meta == (start == "meta") for param in model.parameters())
@@ -369,7 +364,7 @@ def test_keys_and_shapes_of_another_model_are_all_named_and_nothing_is_changed(t
     other = mlp(seed=1, dim=11)
     other.extra = nn.Linear(2, 2)
     folder = stored(other, tmp_path, but=("last.bias",))
-    model = shard_all(mlp(seed=2), cpu_mesh())
+    model = shard_blocks(mlp(seed=2))
     before = {name: param.to_local().clone() for name, param in model.named_parameters()}
     with pytest.raises(CheckpointError) as caught:
         load_safetensors(model, folder)
@@ -399,9 +394,7 @@ def test_memory_is_the_shards_one_group_more_and_two_buffers(tmp_path, dtype):
     if dist.get_rank() == 0:
         save_file({f"{index}.weight": torch.full((256, 256), index, dtype=dtype) for index in range(4)}, tmp_path / "model.safetensors")
     dist.barrier()
-    for layer in model:
-        fully_shard(layer, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    shard_blocks(model)
     with PeakBytes() as memory:
         load_safetensors(model, tmp_path)
     shards = 4 * layer_nbytes // 2

@@ -23,14 +23,9 @@ from fsdp2.checkpoint.safetensors_plan import nbytes_of, writers_of
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes
 from harness.models import mlp, transformer
+from harness.sharding import shard_blocks
 
 INDEX = "model.safetensors.index.json"
-
-
-def shard_all(model, mesh, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 def read_all(folder):
@@ -61,7 +56,7 @@ def assert_same_values(tensors, expected):
 @pytest.mark.parametrize("num_writers", [1, 2, None])
 @pytest.mark.parametrize("buffer_nbytes", [64 << 20, 100], ids=["whole", "bands"])
 def test_files_hold_the_unsharded_values(tmp_path, max_shard_size, num_writers, buffer_nbytes):
-    model = shard_all(mlp(), cpu_mesh())
+    model = shard_blocks(mlp())
     with patch.object(save, "BUFFER_NBYTES", buffer_nbytes):
         saved = save_safetensors(model, tmp_path / "new" / "folder", max_shard_size, num_writers=num_writers)
     expected = mlp().state_dict()
@@ -144,9 +139,9 @@ def test_hsdp_offload_upstream_and_unsharded_models(tmp_path):
     for index, kind in enumerate(("hsdp", "offload", "upstream", "plain")):
         model = mlp()
         if kind == "hsdp":
-            shard_all(model, cpu_mesh(2, 2))
+            shard_blocks(model, mesh=cpu_mesh(2, 2))
         if kind == "offload":
-            shard_all(model, cpu_mesh(), offload_policy=CPUOffloadPolicy())
+            shard_blocks(model, offload_policy=CPUOffloadPolicy())
         if kind == "upstream":
             torch.distributed.fsdp.fully_shard(model, mesh=cpu_mesh())
             model(torch.randn(2, 7))  # leaves the root unsharded
@@ -169,14 +164,14 @@ def test_round_trip_between_meshes_and_ties(tmp_path, world_size):
     """Trained a step, saved; loaded from the meta device into a model cut in another way."""
     model = transformer(tied=True)
     fully_shard(model.embedding, mesh=cpu_mesh())
-    shard_all(model, cpu_mesh())
+    shard_blocks(model)
     ids = torch.randint(11, (4, 5))
     model(ids).square().mean().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     save_safetensors(model, tmp_path, 300, num_writers=None)
     with torch.device("meta"):
         other = transformer(tied=True)
-    shard_all(other, cpu_mesh(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    shard_blocks(other, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     load_safetensors(other, tmp_path)
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
@@ -189,7 +184,7 @@ def test_only_the_ranks_of_a_process_group_save(tmp_path):
     mesh = cpu_mesh(2, 2, names=("stage", "dp"))
     stage = mesh["stage"].get_local_rank()
     model = mlp(seed=stage)
-    shard_all(model, mesh["dp"])
+    shard_blocks(model, mesh=mesh["dp"])
     save_safetensors(model, tmp_path / str(stage), 1000, num_writers=None, process_group=mesh["dp"].get_group())
     assert_same_values(read_all(tmp_path / str(stage)), mlp(seed=stage).state_dict())
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
-from harness.training import assert_same_bits, fed_in_chunks, fed_own_chunk
+from harness.training import assert_trains_bitwise_as
 
 
 @on_ranks(2)
@@ -25,4 +25,4 @@ def test_a_checkpoint_wrapper_and_the_block_that_it_wraps_are_both_sharded():
         fully_shard(wrapper._checkpoint_wrapped_module, mesh=cpu_mesh())
         fully_shard(wrapper, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC
 
 import pytest
@@ -19,12 +18,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mes
 import fsdp2
 from fsdp2.errors import ArgumentError
 from harness import cpu_mesh, on_ranks
+from harness.sharding import shard_blocks, with_reference
 
 
 def sharded(**kwargs) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    whole = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)])
-    model = copy.deepcopy(whole)
+    model, whole = with_reference(nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)]))
     kwargs.setdefault("mesh", cpu_mesh(dist.get_world_size()))
     for block in model:
         fsdp2.fully_shard(block, **kwargs)
@@ -128,11 +127,7 @@ class TiledBlock(nn.Module):
 @on_ranks(2)
 def test_backward_in_tiles_keeps_the_parameters_between_them():
     torch.manual_seed(0)
-    whole = nn.Sequential(TiledBlock(), TiledBlock())
-    model = copy.deepcopy(whole)
-    for block in model:
-        fsdp2.fully_shard(block, mesh=cpu_mesh(2))
-    fsdp2.fully_shard(model, mesh=cpu_mesh(2))
+    model, whole = with_reference(nn.Sequential(TiledBlock(), TiledBlock()), shard_blocks, mesh=cpu_mesh(2))
     x = torch.randn(4, 6, requires_grad=True)
     y = x.detach().clone().requires_grad_()
     model(x).square().sum().backward()

@@ -23,7 +23,7 @@ from harness.training import (
     assert_equal_training,
     assert_same_bits,
     assert_same_tensors,
-    fed_in_chunks,
+    assert_trains_as,
     fed_own_chunk,
     fed_whole,
     state_of,
@@ -71,7 +71,7 @@ def counts(model: nn.Module) -> tuple[int, int, int]:
 def test_training_is_one_graph_and_equals_the_unsharded_model():
     reference, model = mlp(), mlp()
     graphed(model)
-    assert_equal_training(fed_own_chunk(model, batches(4)), fed_in_chunks(reference, batches(4)))
+    assert_trains_as(model, reference, batches(4))
     assert_one_capture()
     assert counts(model) == (4, 3, 4)  # the root is kept from forward to backward
 
@@ -98,8 +98,7 @@ def test_adamw_equals_eager_and_the_unsharded_model_compiled_and_not(backend):
 @pytest.mark.parametrize(("after", "gathered_again"), [(None, 4), (True, 5), (False, 0)])
 def test_backward_gathers_again_what_forward_resharded(after, gathered_again):
     model = graphed(four_blocks(), reshard_after_forward=after)
-    steps = fed_own_chunk(model, token_batches(2))
-    assert_equal_training(steps, fed_in_chunks(four_blocks(), token_batches(2)))
+    assert_trains_as(model, four_blocks(), token_batches(2))
     assert counts(model) == (5, gathered_again, 5)
     assert_one_capture()
 
@@ -126,8 +125,7 @@ def test_units_are_merged_up_to_the_bucket_size(in_a_bucket, num_buckets):
     group = fully_shard.state(model.blocks[0]).groups[0]
     nbytes = group.plan.layout.unsharded_numel * 4
     fsdp2.compile(model, backend="aot_eager", bucket_bytes=in_a_bucket * nbytes)
-    steps = fed_own_chunk(model, token_batches(2))
-    assert_equal_training(steps, fed_in_chunks(four_blocks(), token_batches(2)))
+    assert_trains_as(model, four_blocks(), token_batches(2))
     assert counts(model) == (1 + num_buckets, num_buckets, 1 + num_buckets)  # the root has another reshard_after_forward
     assert max(each.nbytes for each in last(model, "forward").collectives) == in_a_bucket * nbytes
 
@@ -215,15 +213,15 @@ def test_frozen_parameters_have_no_gradient_and_thawing_captures_again():
         each.blocks[1].requires_grad_(False)
         each.blocks[0].up.weight.requires_grad_(False)
     graphed(model)
-    assert_equal_training(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_as(model, reference, batches(2))
     assert counts(model)[2] == 3  # nothing of block 1 is reduced
     for each in (reference, model):
         each.blocks[1].requires_grad_(True)
-    assert_equal_training(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_as(model, reference, batches(2))
     assert counts(model)[2] == 4
     for each in (reference, model):
         each.blocks[1].requires_grad_(False)
-    assert_equal_training(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_as(model, reference, batches(2))
     assert_one_capture(num_graphs=2)
 
 
@@ -235,7 +233,7 @@ def test_tied_embeddings_stay_one_parameter(own_unit):
     if own_unit is not None:
         fully_shard(getattr(model, own_unit), mesh=cpu_mesh())
     graphed(model)
-    assert_equal_training(fed_own_chunk(model, token_batches(3)), fed_in_chunks(reference, token_batches(3)), ulps=64)
+    assert_trains_as(model, reference, token_batches(3), ulps=64)
     assert model.head.weight is model.embedding.weight
     assert_one_capture()
 

@@ -14,7 +14,7 @@ import fsdp2
 from fsdp2 import ArgumentError, CompileError, CPUOffloadPolicy, ModuleError, OrderError, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp
-from harness.training import assert_equal_training, fed_in_chunks, fed_own_chunk, own_chunk
+from harness.training import assert_trains_as, fed_own_chunk, own_chunk
 
 
 class Breaking(MLP):
@@ -37,7 +37,7 @@ def test_a_break_is_named_and_eager_goes_on():
     model = compiled(copy.deepcopy(reference))
     with pytest.raises(CompileError, match=r"(?s)Breaking cannot be captured.*test_full_graph_errors\.py:\d+ in forward: if x\.sum"):
         model(own_chunk(batches(1)[0]))
-    assert_equal_training(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_as(model, reference, batches(2))
 
 
 class BreakingOnRank1(MLP):

@@ -24,6 +24,7 @@ from harness.training import (
     assert_equal_grads,
     assert_equal_training,
     assert_same_tensors,
+    assert_trains_as,
     fed_in_chunks,
     fed_own_chunk,
     fed_whole,
@@ -108,7 +109,7 @@ def test_activation_checkpointing_is_captured_with_the_rest(after):
     torch.manual_seed(0)
     reference = CheckpointedMLP()
     model = graphed(copy.deepcopy(reference), reshard_after_forward=after)
-    assert_equal_training(fed_own_chunk(model, batches(3)), fed_in_chunks(reference, batches(3)))
+    assert_trains_as(model, reference, batches(3))
     forward, backward_graph = graph_summaries(model)
     assert (forward.count("all_gather"), backward_graph.count("all_gather")) == (4, 0 if after is False else 3)
     assert not counters["graph_break"]
@@ -168,7 +169,7 @@ def test_eager_and_graph_take_turns_on_one_model():
 @on_ranks(2, timeout=300)
 def test_changed_settings_and_dtypes_are_captured_again():
     reference, model = mlp(), graphed(mlp())
-    assert_equal_training(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert_trains_as(model, reference, batches(1))
     model.set_reshard_after_forward(False)
     for block in model.blocks:
         block.set_gradient_divide_factor(1.0)
@@ -226,7 +227,7 @@ def test_two_models_of_one_class_do_not_run_each_others_graphs():
     references = mlp(), mlp(seed=3)
     models = [fsdp2.compile(fully_shard(mlp(seed=seed), mesh=cpu_mesh()), backend="aot_eager") for seed in (0, 3)]
     for model, reference in zip(models, references, strict=True):
-        assert_equal_training(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+        assert_trains_as(model, reference, batches(2))
 
 
 class Named(nn.Module):
@@ -258,7 +259,7 @@ def test_a_list_of_modules_that_is_one_unit():
     reference, model = transformer(), transformer()
     fully_shard([model.norm, model.head], mesh=cpu_mesh())
     graphed(model)
-    assert_equal_training(fed_own_chunk(model, token_batches(2)), fed_in_chunks(reference, token_batches(2)), ulps=64)
+    assert_trains_as(model, reference, token_batches(2), ulps=64)
 
 
 @on_ranks(2, timeout=300)
@@ -268,12 +269,12 @@ def test_settings_and_freezes_are_captured_once_each_and_found_again():
     reference = nn.Sequential(*[nn.Linear(7, 7) for _ in range(9)])
     model = graphed(copy.deepcopy(reference))
     for index in range(9):
-        assert_equal_training(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+        assert_trains_as(model, reference, batches(1))
         model[index].requires_grad_(False), reference[index].requires_grad_(False)
     model.requires_grad_(True), reference.requires_grad_(True)
     for after in (False, True, False):
         model.set_reshard_after_forward(after)
-        assert_equal_training(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+        assert_trains_as(model, reference, batches(1))
     assert counters["stats"]["unique_graphs"] == 9 + 2
     assert not counters["recompiles"]
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import adamw_foreach, adamw_one_by_one, own_chunk, sgd_foreach, sgd_one_by_one
 
 OVERHEAD_NBYTES = 6000  # of torch.save for one DTensor: names, shapes, the mesh
@@ -76,9 +77,7 @@ def test_a_whole_state_dict_is_saved_once_and_loads_into_the_unsharded_model():
 def test_one_kept_gradient_holds_the_gradients_of_its_group_and_no_more(policy, world_size):
     """The bound: this rank's share of the group's gradients, in reduce dtype, with padding, and one flag for each parameter."""
     model = mlp()
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), mp_policy=policy)
-    fully_shard(model, mesh=cpu_mesh(), mp_policy=policy)
+    shard_blocks(model, mp_policy=policy)
     model(own_chunk(batches(1)[0])).sum().backward()
     kept = model.blocks[1].up.weight.grad.to_local()
     of_group = sum(param.to_local().numel() for param in model.blocks[1].parameters()) * 4

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import adamw, assert_equal_training, fed_in_chunks, fed_own_chunk
 
 pytestmark = pytest.mark.filterwarnings(
@@ -32,9 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 def trained(seed=0, steps=2, fully_shard=fsdp2.fully_shard, mesh=None):
     """A sharded model and its optimizer after some steps."""
     model = mlp(seed=seed)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh or cpu_mesh())
-    fully_shard(model, mesh=mesh or cpu_mesh())
+    shard_blocks(model, mesh=mesh, fully_shard=fully_shard)
     optimizer = adamw(model.parameters())
     fed_own_chunk(model, batches(steps), optimizer=optimizer)
     return model, optimizer

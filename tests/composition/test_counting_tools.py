@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -126,11 +127,57 @@ def one_of_two() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_the_memory_tracker_of_torchs_fsdp2_refuses_ours_and_names_what_to_use(one_of_two):
-    """Symptom: AttributeError: 'ClientState' object has no attribute '_pre_forward_hook_handle'."""
-    tracker = FSDPMemTracker(model_of(fsdp2.fully_shard, one_of_two))
-    with pytest.raises(fsdp2.ArgumentError, match=r"(?s)FSDPMemTracker got.*fix:.*torch's MemTracker"), tracker:
-        pass
+def tracked_by_kinds(shard, mesh, ran_before: bool, recomputes: bool) -> tuple[Counter[str], Counter[str], list[set[str]]]:
+    """Bytes by kinds as torch's FSDPMemTracker counts them, at the peak and behind a backward; the moments of each module."""
+    torch.manual_seed(0)
+    layers = [shard(nn.Linear(256, 256), mesh=mesh) for _ in range(3)]
+    own = [nn.Linear(256, 256) for _ in range(2)]  # the root's
+    model = shard(nn.Sequential(*map(checkpoint_wrapper, layers) if recomputes else layers, *own), mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train() -> None:
+        step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def all_hooks() -> list[object]:
+        return [[*each._forward_pre_hooks.items(), *each._forward_hooks.items()] for each in model.modules()]
+
+    if ran_before:
+        train()
+    hooks = all_hooks()
+    with (tracker := FSDPMemTracker(model, optimizer)):
+        train()
+        tracker.reset_mod_stats()
+        step(model)
+        after = tracker.get_tracker_snapshot("current")
+    moments = [{moment.name for moment in each.snapshots} for each in tracker.memory_tracking.values()]
+    if shard is fsdp2.fully_shard:  # all is as it was
+        assert all_hooks() == hooks
+        train()
+        assert [{moment.name for moment in each.snapshots} for each in tracker.memory_tracking.values()] == moments
+    found = [snapshot[torch.device("cpu")] for snapshot in (tracker.get_tracker_snapshot("peak"), after)]
+    peak, after = ({getattr(kind, "name", kind): nbytes for kind, nbytes in each.items()} for each in found)
+    return peak, after, moments
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("ran_before", [True, False])
+def test_the_memory_tracker_of_torchs_fsdp2_counts_ours_as_its_own(one_of_two, ran_before, recomputes):
+    """Symptom: no attribute '_pre_forward_hook_handle'; later an error that refused ours. Counted twice: see below."""
+    peak, after, moments = tracked_by_kinds(fsdp2.fully_shard, one_of_two, ran_before, recomputes)
+    expected_peak, expected_after, expected = tracked_by_kinds(torch_fully_shard, one_of_two, ran_before, recomputes)
+    assert moments == expected
+    for found, torchs in ((peak, expected_peak), (after, expected_after)):
+        twice = 0 if ran_before else found["SHARDED_PARAM"]
+        for kind in ("SHARDED_PARAM", "UNSHARDED_PARAM", "OPT", "BUFFER", "INP"):
+            assert found[kind] == torchs[kind], kind
+        assert found["ALL_GATHER"] <= torchs["ALL_GATHER"] + 2048  # the biases, of which torch's are in the same buffer
+        assert torchs["ACT"] <= found["ACT"] <= torchs["ACT"] + twice
+        assert found["Total"] <= torchs["Total"] + twice + 2048
+    assert 0 <= after["SHARDED_GRAD"] - expected_after["SHARDED_GRAD"] <= 1024  # flags of use
+    gradients = ("SHARDED_GRAD", "UNSHARDED_GRAD", "REDUCE_SCATTER", "TEMP")
+    assert sum(peak[kind] for kind in gradients) <= sum(expected_peak[kind] for kind in gradients) + 2048
 
 
 def test_the_memory_tracker_sees_what_is_freed_and_no_higher_peak_than_that_of_torchs_fsdp2(one_of_two):

@@ -11,13 +11,16 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import FSDPError, FSDPModule, fully_shard, register_fsdp_forward_method
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
-from harness.training import assert_equal_training, assert_same_bits, assert_same_tensors, fed_in_chunks, fed_own_chunk, state_of
-
-
-def shard_blocks(model, mesh=None, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh or cpu_mesh(), **options)
-    return fully_shard(model, mesh=mesh or cpu_mesh(), **options)
+from harness.sharding import shard_blocks
+from harness.training import (
+    assert_same_bits,
+    assert_same_tensors,
+    assert_trains_as,
+    assert_trains_bitwise_as,
+    fed_in_chunks,
+    fed_own_chunk,
+    state_of,
+)
 
 
 def shares_memory(one, other):
@@ -42,12 +45,12 @@ def test_original_and_copy_train_independently(steps_before, after):
     assert not shares_memory(model, twin)
     assert_same_tensors(state_of(twin), state_of(reference), "copied value")
     for data, ours, theirs in ((2, model, reference), (3, twin, reference_twin), (4, model, reference), (5, twin, reference_twin)):
-        assert_same_bits(fed_own_chunk(ours, batches(2, seed=data)), fed_in_chunks(theirs, batches(2, seed=data)))
+        assert_trains_bitwise_as(ours, theirs, batches(2, seed=data))
 
 
 @on_ranks(4)
 def test_a_copy_is_on_the_same_mesh_with_the_same_placements():
-    model = shard_blocks(mlp(), cpu_mesh(2, 2))
+    model = shard_blocks(mlp(), mesh=cpu_mesh(2, 2))
     fed_own_chunk(model, batches(1))
     twin = copy.deepcopy(model)
     for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
@@ -57,7 +60,7 @@ def test_a_copy_is_on_the_same_mesh_with_the_same_placements():
         assert ours.placements == theirs.placements
     reference = mlp()
     reference.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
-    assert_equal_training(fed_own_chunk(twin, batches(2, seed=3)), fed_in_chunks(reference, batches(2, seed=3)))
+    assert_trains_as(twin, reference, batches(2, seed=3))
 
 
 @on_ranks(2)
@@ -80,8 +83,8 @@ def test_a_model_that_is_unsharded_is_copied_sharded_and_stays_as_it_is(how):
     model.reshard()
     model.blocks[0].reshard()
     assert_same_tensors(state_of(twin), state_of(model), "value")
-    assert_same_bits(fed_own_chunk(twin, batches(2)), fed_in_chunks(mlp(), batches(2)))
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(mlp(), batches(2)))
+    assert_trains_bitwise_as(twin, mlp(), batches(2))
+    assert_trains_bitwise_as(model, mlp(), batches(2))
 
 
 @on_ranks(4)
@@ -145,7 +148,7 @@ def test_a_submodule_that_is_a_unit_is_copied_alone():
     reference.load_state_dict({name: tensor.full_tensor() for name, tensor in model.blocks[0].state_dict().items()})
     x = batches(2, shape=(12, 10), seed=4)
     before = state_of(model)
-    assert_same_bits(fed_own_chunk(block, x), fed_in_chunks(reference, x))
+    assert_trains_bitwise_as(block, reference, x)
     assert_same_tensors(state_of(model), before, "value")
 
 
@@ -159,7 +162,7 @@ def test_units_of_several_modules_are_copied_whole():
     assert holder["last"] is twin.last
     assert twin.first._get_fsdp_state() is twin.last._get_fsdp_state()
     assert twin.first._get_fsdp_state() is not model.first._get_fsdp_state()
-    assert_same_bits(fed_own_chunk(twin, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert_trains_bitwise_as(twin, reference, batches(2))
 
 
 @on_ranks(2)

@@ -27,12 +27,14 @@ from fsdp2 import (
 )
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches, mlp, transformer
+from harness.sharding import shard_blocks
 from harness.training import (
     adamw,
     assert_equal_grads,
     assert_equal_training,
     assert_same_bits,
     assert_same_tensors,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     grads_of,
@@ -41,13 +43,6 @@ from harness.training import (
     state_of,
 )
 from harness.user_warnings import warned_on_rank_0
-
-
-def shard_blocks(model, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), **options)
-    return fully_shard(model, mesh=cpu_mesh(), **options)
-
 
 # --- dtypes -------------------------------------------------------------------------------------------------------------------
 
@@ -140,7 +135,7 @@ def test_moving_modules_that_are_one_group_off_the_meta_device_part_by_part():
         model = NormAndHead().shard()
     model.to_empty(device="cpu")
     model.load_state_dict(NormAndHead().state_dict())
-    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(NormAndHead(), batches(1)))
+    assert_trains_bitwise_as(model, NormAndHead(), batches(1))
 
 
 @on_ranks(2)
@@ -186,7 +181,7 @@ def test_a_parameter_replaced_by_one_that_is_sharded_alike_is_adopted(steps_befo
     reference.blocks[1].up.weight = nn.Parameter(new.clone())
     model.blocks[1].up.weight = nn.Parameter(distribute_tensor(new, old.device_mesh, old.placements))
     replacement = model.blocks[1].up.weight
-    assert_same_bits(fed_own_chunk(model, batches(2, seed=3), adamw), fed_in_chunks(reference, batches(2, seed=3), adamw))
+    assert_trains_bitwise_as(model, reference, batches(2, seed=3), adamw)
     assert model.blocks[1].up.weight is replacement
     assert old.grad is None
 
@@ -284,7 +279,7 @@ def test_adapters_added_after_sharding_train_once_they_are_sharded_too(steps_bef
     for block in model.blocks:
         for layer in (block.up.down, block.up.up):
             fully_shard(layer, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches(3, seed=3), adamw), fed_in_chunks(reference, batches(3, seed=3), adamw))
+    assert_trains_bitwise_as(model, reference, batches(3, seed=3), adamw)
 
 
 @on_ranks(2)
@@ -398,7 +393,7 @@ def test_loading_a_state_dict_strictly(assign, steps_before):
     result = model.load_state_dict(new, strict=True, assign=assign)
     assert not result.missing_keys
     assert not result.unexpected_keys
-    assert_same_bits(fed_own_chunk(model, batches(2, seed=3)), fed_in_chunks(reference, batches(2, seed=3)))
+    assert_trains_bitwise_as(model, reference, batches(2, seed=3))
     with pytest.raises(RuntimeError, match=r"Missing key.*first.bias"):
         model.load_state_dict({name: tensor for name, tensor in new.items() if name != "first.bias"})
 

@@ -20,6 +20,7 @@ import fsdp2
 from fsdp2.core.comm import collectives
 from harness import cpu_mesh, on_ranks
 from harness.models import batches
+from harness.sharding import shard_blocks
 from harness.subclasses import InDtype, RoundedTo8, RowInt8, RowInt8ForBoth, Wrapper, wrap_weights
 from harness.training import assert_equal_training, fed_own_chunk, fed_whole, forward_backward
 
@@ -68,12 +69,6 @@ def blocks(kind: type[Wrapper] | None = None, dim: int = 7) -> Any:
     return model if kind is None else wrap_weights(model, kind)
 
 
-def shard(model: Any, fully_shard: Any = fsdp2.fully_shard, **options: Any) -> Any:
-    for block in model:
-        fully_shard(block, mesh=cpu_mesh(), **options)
-    return fully_shard(model, mesh=cpu_mesh(), **options)
-
-
 # --- how many collectives ---------------------------------------------------------------------------------------------------------
 
 
@@ -96,10 +91,10 @@ def test_a_unit_is_gathered_by_as_many_collectives_as_in_torchs_fsdp2():
         for reshard in (True, False):
             fsdp2.set_collective_algorithms("stock")
             try:
-                ours = gathers_of_a_step(shard(blocks(kind, 8), reshard_after_forward=reshard))
+                ours = gathers_of_a_step(shard_blocks(blocks(kind, 8), reshard_after_forward=reshard))
             finally:
                 fsdp2.set_collective_algorithms("measured")
-            theirs = gathers_of_a_step(shard(blocks(kind, 8), torch_fully_shard, reshard_after_forward=reshard))
+            theirs = gathers_of_a_step(shard_blocks(blocks(kind, 8), fully_shard=torch_fully_shard, reshard_after_forward=reshard))
             assert ours == theirs == (2 * NUM_BLOCKS if reshard else NUM_BLOCKS), (kind, reshard)
 
 
@@ -178,7 +173,7 @@ def looked_at_first(model: Any, x: Tensor) -> Tensor:
 
 
 def trains_as_the_unsharded_model(kind: type[Wrapper] | None, iteration: Any, **options: Any) -> None:
-    model = shard(blocks(kind), **options)
+    model = shard_blocks(blocks(kind), **options)
     steps = fed_own_chunk(model, batches(), iteration=iteration, optimizer=torch.optim.SGD(trained(model), 0.1))
     for step in steps:
         step.params.clear()  # of the subclass; the next step's loss and gradients show them
@@ -205,7 +200,7 @@ def test_it_trains_as_the_unsharded_model():
 def test_a_smaller_mesh_in_backward_takes_one_collective_as_well():
     for kind in (None, RowInt8):
         trains_as_the_unsharded_model(kind, plain, reshard_after_forward=2)
-    model = shard(blocks(), reshard_after_forward=2)
+    model = shard_blocks(blocks(), reshard_after_forward=2)
     loss = model(batches()[0]).sum()
     with gathers() as seen:
         loss.backward()

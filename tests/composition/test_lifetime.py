@@ -9,19 +9,18 @@ from torch import nn
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 
 
 @on_ranks(2)
 def test_a_sharded_model_is_collected_with_its_memory_when_nobody_holds_it():
     """Symptom: flat shards outlived their models. Cause: a weak-keyed table whose values held its keys."""
     model = mlp()
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    shard_blocks(model)
     model(batches()[0]).sum().backward()
     watched = [weakref.ref(group.flat) for group in model._get_fsdp_state().groups]
     watched += [weakref.ref(model), weakref.ref(model.blocks[0]), weakref.ref(model.first.weight)]
-    del model, block
+    del model
     gc.collect()
     assert [reference() for reference in watched] == [None] * len(watched)
 

@@ -9,16 +9,10 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, transformer
-from harness.training import assert_same_bits, fed_in_chunks, fed_own_chunk
-
-
-def shard(model, mesh=None, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh or cpu_mesh(), **options)
-    return fully_shard(model, mesh=mesh or cpu_mesh(), **options)
+from harness.sharding import shard_blocks
+from harness.training import assert_trains_bitwise_as, fed_own_chunk
 
 
 def placed(kind):
@@ -28,10 +22,10 @@ def placed(kind):
         mesh = cpu_mesh(1, 2, names=("dp", "tp"))
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return shard(model, mesh["dp"])
+        return shard_blocks(model, mesh=mesh["dp"])
     if kind == "last dim":
-        return shard(model, shard_placement_fn=lambda param: Shard(param.ndim - 1))
-    return shard(model)
+        return shard_blocks(model, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+    return shard_blocks(model)
 
 
 @on_ranks(2)
@@ -53,15 +47,15 @@ def test_whole_tensors_are_cut(kind, assign, when):
 
 @on_ranks(2, 3)
 def test_training_goes_on_from_them():
-    model, whole = shard(mlp(seed=1)), mlp(seed=2)
+    model, whole = shard_blocks(mlp(seed=1)), mlp(seed=2)
     fed_own_chunk(model, batches(1))
     model.load_state_dict(copy.deepcopy(whole.state_dict()))
-    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(whole, batches(2)))
+    assert_trains_bitwise_as(model, whole, batches(2))
 
 
 @on_ranks(2)
 def test_ties_other_dtypes_missing_keys_and_wrong_shapes():
-    model, whole = shard(transformer(tied=True, seed=1)), transformer(tied=True, seed=2).double()
+    model, whole = shard_blocks(transformer(tied=True, seed=1)), transformer(tied=True, seed=2).double()
     model.load_state_dict(whole.state_dict())
     assert model.head.weight is model.embedding.weight
     for name, param in model.named_parameters():

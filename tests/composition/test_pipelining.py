@@ -18,6 +18,7 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard, set_semantics
 from harness import cpu_mesh, device_type, needs_torch, on_ranks
 from harness.models import Block
+from harness.sharding import shard_blocks, with_reference
 from harness.training import assert_equal_grads, sgd
 
 DIM = 6
@@ -168,11 +169,7 @@ def test_what_schedules_of_torch_2_15_ask_for_is_done_as_by_torch_bit_by_bit(nam
 def test_what_was_accumulated_without_sync_is_reduced_in_a_last_backward_that_does_not_reach_it():
     """Symptom: ``grad`` stayed None. Cause: the end of backward looked only at units that this backward reached."""
     torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model = copy.deepcopy(reference)
-    for layer in model:
-        fully_shard(layer, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), shard_blocks)
     x = torch.randn(4, 3)
     model.set_requires_gradient_sync(False)
     model(x).sum().backward()

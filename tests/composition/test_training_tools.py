@@ -12,11 +12,12 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import (
     adamw,
     assert_equal_grads,
-    assert_same_bits,
     assert_same_tensors,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     grads_of,
@@ -26,19 +27,13 @@ from harness.training import (
 )
 
 
-def shard_blocks(model, mesh=None, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh or cpu_mesh(), **options)
-    return fully_shard(model, mesh=mesh or cpu_mesh(), **options)
-
-
 def with_gradients(mesh=None, without_empty_shards=False):
     """The reference and the sharded model after a backward."""
     reference = mlp()
     if without_empty_shards:
         for block in reference.blocks:
             block.scale = nn.Parameter(torch.full((10,), 0.5))
-    model = shard_blocks(copy.deepcopy(reference), mesh)
+    model = shard_blocks(copy.deepcopy(reference), mesh=mesh)
     x = batches(1)[0]
     reference(x).square().mean().backward()
     model(own_chunk(x)).square().mean().backward()
@@ -99,7 +94,7 @@ def test_clipping_by_value(foreach):
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(foreach, world_size):
     mesh = cpu_mesh(2, 2) if world_size == 4 else cpu_mesh()
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
-    model = shard_blocks(mlp(), mesh, mp_policy=policy)
+    model = shard_blocks(mlp(), mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for step, is_finite in enumerate([True, False, True]):
@@ -171,7 +166,7 @@ def test_stepping_in_backward_on_replicas_and_on_fewer_ranks(after):
 
 
 def check_step_in_backward(mesh, after, make_optimizer, compare):
-    reference, model = mlp(), shard_blocks(mlp(), mesh, reshard_after_forward=after)
+    reference, model = mlp(), shard_blocks(mlp(), mesh=mesh, reshard_after_forward=after)
     steps = fed_in_chunks(reference, batches(3), make_optimizer)
     handles = step_in_backward(model, make_optimizer)
     for step, x in enumerate(batches(3)):
@@ -240,4 +235,4 @@ def test_the_same_bits_with_gradients_set_to_zero_instead_of_none():
     for x in batches(2):
         for each in (reference, model):
             each.zero_grad(set_to_none=False)
-        assert_same_bits(fed_own_chunk(model, [x]), fed_in_chunks(reference, [x]))
+        assert_trains_bitwise_as(model, reference, [x])

@@ -23,16 +23,10 @@ from fsdp2.errors import ArgumentError, DoctorError, ModuleError
 from fsdp2.optim import AnyPrecisionAdamW, flat
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp, transformer
+from harness.sharding import shard_blocks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Built = tuple[nn.Module, Any, dict[str, Any]]
-
-
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    options.setdefault("mesh", cpu_mesh())
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
 
 
 class Rotary(nn.Module):
@@ -66,7 +60,7 @@ class Stack(nn.Module):
 def with_unwritten_buffer() -> Built:
     with torch.device("meta"):
         model = Stack(Rotary(), Rotary())
-    sharded(model)
+    shard_blocks(model)
     with doctor.canaries():
         model.to_empty(device="cpu")
     model.load_state_dict({f"blocks.{index}.weight": torch.ones(4, 4) for index in (0, 1)})
@@ -77,7 +71,7 @@ def with_unwritten_buffer() -> Built:
 def with_unwritten_parameter() -> Built:
     with torch.device("meta"):
         model = Stack(Rotary(), Rotary())
-    sharded(model)
+    shard_blocks(model)
     with doctor.canaries():
         model.to_empty(device="cpu")
     model.load_state_dict({"blocks.0.weight": torch.ones(4, 4)}, strict=False)
@@ -90,11 +84,11 @@ def on_meta() -> Built:
     with torch.device("meta"):
         model = Stack(Rotary())
     torch.manual_seed(dist.get_rank())
-    return sharded(model), None, {}
+    return shard_blocks(model), None, {}
 
 
 def with_cut_tie() -> Built:
-    model = sharded(transformer(tied=True))
+    model = shard_blocks(transformer(tied=True))
     model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
     return model, None, {}
 
@@ -103,31 +97,31 @@ def tie_cut_by_loading() -> Built:
     model = transformer(tied=True)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
-    return sharded(model), None, {"ties": [("embedding.weight", "head.weight")]}
+    return shard_blocks(model), None, {"ties": [("embedding.weight", "head.weight")]}
 
 
 def cut_before_sharding() -> Built:
-    return sharded(transformer(tied=False)), None, {"ties": [("embedding.weight", "head.weight")]}
+    return shard_blocks(transformer(tied=False)), None, {"ties": [("embedding.weight", "head.weight")]}
 
 
 def optimizer_of_whole() -> Built:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
-    return sharded(model), optimizer, {}
+    return shard_blocks(model), optimizer, {}
 
 
 def optimizer_of_dead() -> Built:
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     return model, torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(3))]), {}
 
 
 def optimizer_of_some() -> Built:
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     return model, torch.optim.AdamW(model.blocks.parameters()), {}
 
 
 def in_bf16() -> Built:
-    model = sharded(mlp().bfloat16())
+    model = shard_blocks(mlp().bfloat16())
     return model, torch.optim.AdamW(model.parameters()), {}
 
 
@@ -136,7 +130,7 @@ def norm_kept_wide() -> Built:
     for param in model.blocks[1].parameters():
         param.data = param.data.bfloat16()
     model.blocks[1].norm.float()
-    model = sharded(model, mp_policy=BF16)
+    model = shard_blocks(model, mp_policy=BF16)
     for param in model.blocks[1].parameters():
         param.requires_grad_(param.dtype is torch.float32)
     return model, None, {}
@@ -145,13 +139,13 @@ def norm_kept_wide() -> Built:
 def norm_kept_wide_and_trained() -> Built:
     model = mlp().bfloat16()
     model.blocks[1].norm.float()
-    model = sharded(model, mp_policy=BF16)
+    model = shard_blocks(model, mp_policy=BF16)
     return model, None, {"ignore": ["pure-low-precision"]}
 
 
 def frozen_cast_up() -> Built:
     model = mlp().bfloat16().requires_grad_(False)
-    return sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)), None, {}
+    return shard_blocks(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)), None, {}
 
 
 def policy_forgotten_on_root() -> Built:
@@ -164,18 +158,18 @@ def policy_forgotten_on_root() -> Built:
 def of_different_shape() -> Built:
     model = mlp()
     model.last.weight.requires_grad_(dist.get_rank() == 0)
-    return sharded(model), None, {}
+    return shard_blocks(model), None, {}
 
 
 def replicas_of_different_seeds() -> Built:
     model = mlp(seed=0)
     if dist.get_rank() == 1:
         model.blocks[1].load_state_dict(mlp(seed=1).blocks[1].state_dict())
-    return sharded(model, mesh=cpu_mesh(2, 1)), None, {}
+    return shard_blocks(model, mesh=cpu_mesh(2, 1)), None, {}
 
 
 def buffers_of_different_values() -> Built:
-    model = sharded(Stack(Rotary()))
+    model = shard_blocks(Stack(Rotary()))
     model.blocks[0].table.fill_(dist.get_rank())
     return model, None, {}
 
@@ -192,13 +186,13 @@ def small_groups() -> Built:
         model = Stack(*blocks)
     for block in blocks:
         fully_shard(block[0], mesh=cpu_mesh())
-    return sharded(model), None, {"ignore": ["on-meta-device"]}
+    return shard_blocks(model), None, {"ignore": ["on-meta-device"]}
 
 
 def padded() -> Built:
     with torch.device("meta"):
         block = nn.Linear(1 << 20, 3)
-    return sharded(Stack(block)), None, {"ignore": ["on-meta-device"]}
+    return shard_blocks(Stack(block)), None, {"ignore": ["on-meta-device"]}
 
 
 def forgotten_root() -> Built:
@@ -209,7 +203,7 @@ def forgotten_root() -> Built:
 
 
 def added_behind() -> Built:
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     model.blocks[0].adapter = nn.Linear(2, 2)
     return model, torch.optim.AdamW(model.parameters()), {}
 
@@ -266,22 +260,22 @@ def healthy() -> dict[str, Built]:
         param.requires_grad_(False).data = param.data.bfloat16()
     with torch.device("meta"):
         deferred = Stack(Rotary(), Rotary())
-    fsdp2.materialize(sharded(deferred))
+    fsdp2.materialize(shard_blocks(deferred))
     found = {
         "alone": fully_shard(mlp(), mesh=cpu_mesh()),
-        "blocks": sharded(usual),
-        "mixed precision": sharded(mixed, mp_policy=BF16),
-        "hybrid": sharded(hybrid, mesh=cpu_mesh(2, 1)),
-        "tied": sharded(tied),
-        "adapters on a frozen base": sharded(lora, mp_policy=BF16),
+        "blocks": shard_blocks(usual),
+        "mixed precision": shard_blocks(mixed, mp_policy=BF16),
+        "hybrid": shard_blocks(hybrid, mesh=cpu_mesh(2, 1)),
+        "tied": shard_blocks(tied),
+        "adapters on a frozen base": shard_blocks(lora, mp_policy=BF16),
         "materialized": deferred,
         "ddp": fsdp2.parallelize(mlp(), "ddp", mesh=cpu_mesh()),
-        "one axis of a mesh": sharded(mlp(), mesh=cpu_mesh(2, 1, names=("dp", "tp"))["dp"]),
+        "one axis of a mesh": shard_blocks(mlp(), mesh=cpu_mesh(2, 1, names=("dp", "tp"))["dp"]),
     }
     built: dict[str, Built] = {name: (model, torch.optim.AdamW(model.parameters()), {}) for name, model in found.items()}
-    of_bf16 = sharded(mlp().bfloat16())
+    of_bf16 = shard_blocks(mlp().bfloat16())
     built["bf16, compensated"] = of_bf16, AnyPrecisionAdamW(of_bf16.parameters(), use_kahan_summation=True), {}
-    two = sharded(mlp())
+    two = shard_blocks(mlp())
     ends = [param for name, param in two.named_parameters() if not name.startswith("blocks")]
     built["two optimizers"] = two, [flat(torch.optim.AdamW, two.blocks), torch.optim.SGD(ends, lr=0.1)], {}
     return built
@@ -298,11 +292,11 @@ def test_healthy_programs_have_no_finding_before_and_between_steps():
 
 @on_ranks(2)
 def test_a_wrong_call_raises_on_all_ranks_and_strict_raises_what_is_found():
-    everywhere = sharded(mlp())  # units are numbered alike on all ranks, in the tests that follow as well
+    everywhere = shard_blocks(mlp())  # units are numbered alike on all ranks, in the tests that follow as well
     model = everywhere if dist.get_rank() == 0 else mlp()
     with pytest.raises(ModuleError, match="is not sharded"):
         doctor.check(model)
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     optimizer = torch.optim.AdamW(model.blocks.parameters())
     with pytest.raises(DoctorError, match=r"optimizer-misses-parameters \(ranks 0, 1\)[\s\S]*first\.weight[\s\S]*why:[\s\S]*fix:"):
         doctor.check(model, optimizer, strict=True)
@@ -330,7 +324,7 @@ WRONG: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] 
 
 @on_ranks(2)
 def test_a_wrong_argument_is_our_error_on_every_rank_and_nobody_waits():
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     for call in (doctor.check, doctor.watch):
         for wrong in (3, "adam", [3]):
             with pytest.raises(ArgumentError, match="optimizer="):
@@ -357,7 +351,7 @@ def test_checks_have_one_list_of_names_in_the_code_and_in_the_docs():
 
 @on_ranks(2)
 def test_a_setting_of_the_environment_is_a_finding_of_a_check():
-    model = sharded(Stack(Rotary()))
+    model = shard_blocks(Stack(Rotary()))
     with mock.patch.dict(os.environ, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}):
         (finding,) = doctor.check(model)
     assert (finding.check, finding.what) == ("environment", "TORCH_DISTRIBUTED_DEBUG=DETAIL is set")

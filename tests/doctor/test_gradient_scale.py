@@ -12,17 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp2
-from fsdp2 import doctor, fully_shard
+from fsdp2 import doctor
 from fsdp2.doctor.loss_weights import Heard, scale_of
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
+from harness.sharding import shard_blocks
 
 
 def sharded(*mesh: int) -> Any:
     model = mlp()
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(*mesh))
-    return fully_shard(model, mesh=cpu_mesh(*mesh))
+    return shard_blocks(model, mesh=cpu_mesh(*mesh))
 
 
 def losses(model: Any, num_rows: int, index: int = 0) -> Tensor:

@@ -20,15 +20,10 @@ from fsdp2 import doctor, fully_shard
 from fsdp2.errors import DoctorError, DoctorWarning
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, mlp
+from harness.sharding import shard_blocks
 from harness.user_warnings import warned_on_rank_0
 
 Step = Callable[[nn.Module, Optimizer, Tensor], None]
-
-
-def sharded(model: nn.Module) -> Any:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    return fully_shard(model, mesh=cpu_mesh())
 
 
 def backward(model: nn.Module, x: Tensor) -> None:
@@ -210,7 +205,7 @@ def watched(model: nn.Module, step: Step, **options: Any) -> doctor.watch:
 @on_ranks(2)
 def test_healthy_steps_have_no_finding_and_compute_what_they_do_without_a_watch():
     for step in HEALTHY:
-        model, alone = sharded(mlp()), sharded(mlp())
+        model, alone = shard_blocks(mlp()), shard_blocks(mlp())
         assert not watched(model, step, strict=True).report, step.__name__
         optimizer = torch.optim.AdamW(alone.parameters())
         torch.manual_seed(10 + dist.get_rank())
@@ -223,7 +218,7 @@ def test_healthy_steps_have_no_finding_and_compute_what_they_do_without_a_watch(
 
 @on_ranks(2)
 def test_an_optimizer_of_each_parameter_that_steps_in_backward_is_healthy():
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
 
     def step_at_once(param: nn.Parameter) -> None:
@@ -243,32 +238,32 @@ def test_an_optimizer_of_each_parameter_that_steps_in_backward_is_healthy():
 @on_ranks(2)
 def test_gradients_that_a_program_changes_by_no_single_factor_have_no_finding():
     for index, step in enumerate(CHANGED):
-        assert not watched(sharded(mlp()), step, strict=True).report, index
+        assert not watched(shard_blocks(mlp()), step, strict=True).report, index
 
 
 @on_ranks(2)
 def test_a_local_clip_of_bfloat16_gradients_is_found_and_a_common_one_is_not():
-    assert not watched(sharded(mlp().bfloat16()), in_bfloat16(clipped), strict=True).report
+    assert not watched(shard_blocks(mlp().bfloat16()), in_bfloat16(clipped), strict=True).report
     with pytest.raises(DoctorError, match="clip-on-local-shards"):
-        watched(sharded(mlp().bfloat16()), in_bfloat16(local_clip), strict=True)
+        watched(shard_blocks(mlp().bfloat16()), in_bfloat16(local_clip), strict=True)
 
 
 @on_ranks(2)
 def test_each_fault_is_warned_of_once_on_rank_0_and_strict_raises_it_on_all():
     for step, check, names in FAULTS:
         with warned_on_rank_0(DoctorWarning, check) as caught:
-            report = watched(sharded(mlp()), step).report
+            report = watched(shard_blocks(mlp()), step).report
         assert [finding.check for finding in report] == [check], f"{step.__name__}:\n{report}"
         assert len(caught) == (dist.get_rank() == 0)
         assert any(name.startswith(names) for name in report[0].params or [""]), report
     with pytest.raises(DoctorError, match="clip-on-local-shards"):
-        watched(sharded(mlp()), local_clip, strict=True)
+        watched(shard_blocks(mlp()), local_clip, strict=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not watched(sharded(mlp()), same_data, ignore=["same-data-on-every-rank"]).report
+        assert not watched(shard_blocks(mlp()), same_data, ignore=["same-data-on-every-rank"]).report
     torch.manual_seed(0)
     with warned_on_rank_0(DoctorWarning, "blocks.2.up.weight"):
-        report = watched(sharded(Unused()), usual).report
+        report = watched(shard_blocks(Unused()), usual).report
     assert [finding.check for finding in report] == ["gradient-never-came"]
 
 
@@ -288,7 +283,7 @@ def test_rank_0_warns_of_what_another_rank_alone_did_once_ranks_exchange_what_th
         (used_outside if dist.get_rank() == 1 else usual)(model, optimizer, x)
 
     with warned_on_rank_0(DoctorWarning, r"used-outside-forward \(rank 1\)") as caught:
-        report = watched(sharded(mlp()), step).report
+        report = watched(shard_blocks(mlp()), step).report
     assert len(caught) == (dist.get_rank() == 0)
     assert [finding.check for finding in report] == ["used-outside-forward"]
 
@@ -296,7 +291,7 @@ def test_rank_0_warns_of_what_another_rank_alone_did_once_ranks_exchange_what_th
 @on_ranks(2)
 def test_a_step_on_some_ranks_is_found_before_ranks_communicate_and_training_goes_on():
     """``if rank == 1: optimizer.step()`` aborted: the watch's exchange met the other rank's all-gather."""
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(10 + dist.get_rank())
     caught = contextlib.nullcontext() if dist.get_rank() == 0 else pytest.warns(DoctorWarning, match=r"step-on-some-ranks \(rank 0\)")
@@ -315,8 +310,7 @@ def test_on_a_device_writes_that_the_next_forward_does_not_use_are_found():
     for after in (False, True):
         torch.manual_seed(0)
         model = mlp()
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=after)
+        shard_blocks(model, after)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         x = torch.full((2, 7), 0.1 + dist.get_rank(), device="pretend")
         kept = [] if after else [name for name, _ in model.named_parameters()]
@@ -337,12 +331,12 @@ def test_on_a_device_writes_that_the_next_forward_does_not_use_are_found():
 def test_nothing_is_left_behind_by_a_watch():
     functions = dist.all_reduce, torch.autograd.backward, ReduceLROnPlateau.step
     clip, total_norm = torch.nn.utils.clip_grad._clip_grads_with_norm_, fsdp2.clip.total_norm
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     watched(model, clipped)
     assert torch.nn.utils.clip_grad._clip_grads_with_norm_ is clip
     assert (dist.all_reduce, torch.autograd.backward, ReduceLROnPlateau.step) == functions
-    assert not model._forward_hooks or len(model._forward_hooks) == len(sharded(mlp())._forward_hooks)
+    assert not model._forward_hooks or len(model._forward_hooks) == len(shard_blocks(mlp())._forward_hooks)
     assert fsdp2.clip.total_norm is total_norm
     assert all(not unit._get_fsdp_state().watchers for unit in [model, *model.blocks])
     assert not any(param._backward_hooks for param in model.parameters())
-    assert len(model._forward_pre_hooks) == len(sharded(mlp())._forward_pre_hooks)
+    assert len(model._forward_pre_hooks) == len(shard_blocks(mlp())._forward_pre_hooks)

@@ -22,6 +22,7 @@ from fsdp2.errors import ExtensionError, FSDPError
 from fsdp2.policy import AllGather
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
+from harness.sharding import with_reference
 from harness.subclasses import InDtype, RowInt8, Wrapper, wrap_weights
 from harness.training import assert_same_tensors
 
@@ -289,9 +290,7 @@ def test_methods_may_be_put_on_local_tensors_after_materialization(kind):
 @on_ranks(2)
 def test_methods_may_be_put_on_plain_local_tensors_after_the_first_step():
     torch.manual_seed(0)
-    model = nn.Linear(7, 5)
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(nn.Linear(7, 5), fully_shard, mesh=cpu_mesh())
     x = torch.randn(3, 7)
     assert torch.equal(model(x), reference(x))
     model.reshard()

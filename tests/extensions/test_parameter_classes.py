@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy
 from harness import cpu_mesh, on_ranks
+from harness.sharding import shard_blocks
 
 
 class Packed(nn.Parameter):
@@ -51,9 +52,7 @@ def test_a_quantized_base_keeps_class_state_and_bits_under_each_policy():
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32)):
             for copied in (False, True):
                 whole, model = two_layers(), two_layers()
-                for layer in model:
-                    fully_shard(layer, mesh=cpu_mesh(ranks), mp_policy=policy, reshard_after_forward=after)
-                fully_shard(model, mesh=cpu_mesh(ranks), mp_policy=policy, reshard_after_forward=after)
+                shard_blocks(model, after, mesh=cpu_mesh(ranks), mp_policy=policy)
                 if copied:
                     model = copy.deepcopy(model)
                 optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (model, whole)]

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.subclasses import (
     InDtype,
     RoundedTo8,
@@ -143,9 +144,7 @@ def test_gathered_weights_are_in_param_dtype_and_gradients_in_fp32():
 def test_hybrid_sharding(kind):
     reference = mlp(9)
     model = wrap_weights(copy.deepcopy(reference), kind)
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(2, 2))
-    fully_shard(model, mesh=cpu_mesh(2, 2))
+    shard_blocks(model, mesh=cpu_mesh(2, 2))
     steps = fed_own_chunk(model, batches())
     for step in steps:
         step.params.update({name: plain(param) for name, param in step.params.items()})
@@ -195,8 +194,7 @@ def test_gradients_accumulate_without_communication():
 def test_beside_tensor_parallelism():
     """The subclass is the local tensor of a DTensor, as when parallelize_module comes before fully_shard."""
     mesh = cpu_mesh(2, 2, names=("dp", "tp"))
-    reference = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 5))
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 5)))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for name, param in model.named_parameters():
         if param.ndim > 1:

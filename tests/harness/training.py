@@ -77,6 +77,20 @@ def forward_backward(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+def micro_batches(number: int, **setters: Sequence[int]) -> Iteration:
+    """``number`` backwards; ``set_requires_all_reduce=[2]`` turns it on in a sharded model before the third, off before others."""
+
+    def iteration(model: Any, x: Tensor) -> Tensor:
+        losses = []
+        for index, rows in enumerate(x.chunk(number)):
+            for name, chosen in setters.items() if hasattr(model, "reshard") else ():
+                getattr(model, name)(index in chosen)
+            losses.append(forward_backward(model, rows).float())
+        return torch.stack(losses).mean()
+
+    return iteration
+
+
 def own_chunk(x: Tensor) -> Tensor:
     """The rows of ``x`` that are this rank's, of all ranks of the world."""
     rows = x.chunk(dist.get_world_size())[dist.get_rank()]
@@ -268,6 +282,18 @@ def assert_equal_training(
             pair = _pair(ours.params[name], value)
             where = f"step {index}: value of {name}"
             torch.testing.assert_close(*pair, atol=bound, rtol=bound, msg=lambda text, where=where: f"{where}: {text}")
+
+
+def assert_trains_bitwise_as(model: nn.Module, reference: nn.Module, *training: Any, **options: Any) -> None:
+    """Each rank fed its own rows, ``model`` trains as ``reference`` does fed all ranks' rows in turn, bit for bit. Collective: yes."""
+    assert_same_bits(fed_own_chunk(model, *training, **options), fed_in_chunks(reference, *training, **options))
+
+
+def assert_trains_as(model: nn.Module, reference: nn.Module, *training: Any, **options: Any) -> None:
+    """As ``assert_trains_bitwise_as``, up to the order of additions; with the bounds of ``assert_equal_training``. Collective: yes."""
+    bounds = {name: options.pop(name) for name in ("bound", "ulps", "but") if name in options}
+    steps = fed_own_chunk(model, *training, **options)
+    assert_equal_training(steps, fed_in_chunks(reference, *training, **options), **bounds)
 
 
 def _without(tensors: dict[str, Any], but: Sequence[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import fsdp2
 from fsdp2 import ArgumentError, CPUOffloadPolicy, ShardPlacementResult, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import own_chunk
 
 INF = float("inf")
@@ -55,36 +56,29 @@ def give_gradients(model: nn.Module, reference: nn.Module) -> None:
 # --- meshes: each returns a sharded model and the unsharded one ---------------------------------------------------------------------
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, **options: object) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
 def one_axis() -> tuple[nn.Module, nn.Module]:
     model = mlp()  # every block has a parameter with one row: shards are empty on all ranks but the first
-    return shard(copy.deepcopy(model), cpu_mesh()), model
+    return shard_blocks(copy.deepcopy(model)), model
 
 
 def offloaded() -> tuple[nn.Module, nn.Module]:
     model = mlp()
-    return shard(copy.deepcopy(model), cpu_mesh(), offload_policy=CPUOffloadPolicy()), model
+    return shard_blocks(copy.deepcopy(model), offload_policy=CPUOffloadPolicy()), model
 
 
 def replicas_of_shards() -> tuple[nn.Module, nn.Module]:
     model = mlp()
-    return shard(copy.deepcopy(model), cpu_mesh(2, 2)), model
+    return shard_blocks(copy.deepcopy(model), mesh=cpu_mesh(2, 2)), model
 
 
 def tensor_parallel() -> tuple[nn.Module, nn.Module]:
     """Some parameters on (dp, tp), among them uneven ones and _StridedShard, the others on dp alone."""
-    reference = mlp()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(mlp())
     # Names that no other test uses: DTensor's caches may answer with an equal mesh of another test's, whose groups are others.
     mesh = cpu_mesh(dist.get_world_size() // 2, 2, names=("clip_dp", "clip_tp"))
     for block in model.blocks:
         parallelize_module(block, mesh["clip_tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return shard(model, mesh["clip_dp"]), reference
+    return shard_blocks(model, mesh=mesh["clip_dp"]), reference
 
 
 def mixed_meshes() -> tuple[nn.Module, nn.Module]:
@@ -95,7 +89,7 @@ def mixed_meshes() -> tuple[nn.Module, nn.Module]:
     def place(param: nn.Parameter) -> object:
         return ShardPlacementResult(Shard(1), grid) if param.ndim == 2 else None
 
-    return shard(copy.deepcopy(reference), world, shard_placement_fn=place), reference
+    return shard_blocks(copy.deepcopy(reference), mesh=world, shard_placement_fn=place), reference
 
 
 def expert_parallel() -> tuple[nn.Module, nn.Module]:
@@ -328,8 +322,7 @@ def test_a_parameter_without_elements_changes_no_norm():
 def even_tensor_parallel() -> tuple[nn.Module, nn.Module]:
     """In the buffer of one group lie weights that tp cuts as well, and a bias that tp replicates."""
     torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 7), nn.Linear(7, 1))
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 7), nn.Linear(7, 1)))
     mesh = cpu_mesh(2, 2, names=("even_dp", "even_tp"))
     parallelize_module(model, mesh["even_tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["even_dp"]), reference

@@ -17,6 +17,7 @@ from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shar
 from harness import cpu_mesh, device_type, on_ranks
 from harness.models import MLP, batches, mlp, token_batches, transformer
 from harness.on_pretend import among_two
+from harness.sharding import with_reference
 from harness.training import assert_equal_grads, assert_equal_training, fed_own_chunk, fed_whole, forced, grads_of, own_chunk
 
 SHAPES = [(2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((4, 1), (1, 4)))]
@@ -58,8 +59,7 @@ def test_training_equals_ddp_and_the_unsharded_model(shape, after):
 @pytest.mark.parametrize("all_reduce", ["stock", "all_gather"])
 @pytest.mark.parametrize("reduce_scatter", ["stock", "all_to_all", "pairwise", "all_reduce"])
 def test_every_algorithm_gives_the_gradients_of_the_unsharded_model(reduce_scatter, all_reduce):
-    model = mlp()
-    whole = copy.deepcopy(model)
+    model, whole = with_reference(mlp())
     with forced(reduce_scatter=reduce_scatter, all_reduce=all_reduce):
         shard(model, (2, 2))
     assert_equal_training(fed_own_chunk(model, batches(2)), fed_whole(whole, batches(2)))
@@ -93,9 +93,7 @@ def test_all_ranks_of_a_replica_hold_the_same_bits():
 )
 def test_accumulation_by_every_order_of_the_two_switches(syncs, shape):
     """Each micro-batch: (reduce-scatter?, all-reduce?)."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, shape)
+    model, reference = with_reference(mlp(), shard, shape)
     for step in range(2):
         for (sync, all_reduce), x in zip(syncs, batches(3, seed=step), strict=True):
             model.set_requires_gradient_sync(sync)
@@ -153,8 +151,7 @@ def test_dtypes_of_parameters_and_reduction_as_in_torch_fsdp2(param_dtype, reduc
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64], ids=str)
 def test_the_hook_sees_reduced_gradients_once_a_backward_and_may_change_them(shape, reduce_dtype):
     among_two(*shape)
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh(*shape), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     fully_shard(model, mesh=cpu_mesh(*shape))
@@ -180,9 +177,7 @@ def test_the_hook_sees_reduced_gradients_once_a_backward_and_may_change_them(sha
 
 @on_ranks(4)
 def test_the_hook_runs_after_partial_gradients_are_whole():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh(2, 2))
+    model, reference = with_reference(mlp(), fully_shard, mesh=cpu_mesh(2, 2))
     calls = []
     model.set_all_reduce_hook(lambda reduced: calls.append(reduced.sum().item()))
     for micro_batch, x in enumerate(batches(3)):
@@ -196,8 +191,7 @@ def test_the_hook_runs_after_partial_gradients_are_whole():
 @on_ranks(4)
 def test_a_hook_that_reduces_over_ranks_outside_the_mesh_makes_hsdp_of_fsdp():
     """What the hook is for: replication that fully_shard is not told of."""
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     grid = cpu_mesh(2, 2)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=grid["shard"])

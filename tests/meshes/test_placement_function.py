@@ -12,7 +12,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, ParameterError, ShardPlacementResult, fully_shard
 from harness import cpu_mesh, needs_torch, on_ranks
 from harness.models import batches, mlp
-from harness.training import assert_equal_training, assert_same_bits, fed_in_chunks, fed_own_chunk, fed_whole, forced
+from harness.sharding import shard_blocks, with_reference
+from harness.training import (
+    assert_equal_training,
+    assert_same_bits,
+    assert_trains_bitwise_as,
+    fed_in_chunks,
+    fed_own_chunk,
+    fed_whole,
+    forced,
+)
 
 
 def last_dim(param: nn.Parameter) -> Shard:
@@ -30,9 +39,7 @@ def test_uneven_shards_on_the_last_dim_train_like_the_unsharded_model(place, gat
     model = mlp()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
     with forced(gather=gather):
-        for block in model.blocks:
-            fully_shard(block, mesh=cpu_mesh(), shard_placement_fn=place)
-        fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=place)
+        shard_blocks(model, shard_placement_fn=place)
     assert model.blocks[0].up.weight.placements == (Shard(1),)
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs), name
@@ -68,8 +75,7 @@ def test_state_dict_of_uneven_shards_on_the_last_dim_round_trips(after):
 @on_ranks(4)
 @pytest.mark.parametrize("size", [2])
 def test_uneven_shards_on_the_last_dim_reshard_to_fewer_ranks(size):
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh(), shard_placement_fn=last_dim, reshard_after_forward=size)
     fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=last_dim)
@@ -79,14 +85,12 @@ def test_uneven_shards_on_the_last_dim_reshard_to_fewer_ranks(size):
     assert between.device_mesh.size(-1) == size
     assert torch.equal(between.full_tensor(), reference.blocks[0].up.weight)
     model.reset_iter_state()
-    assert_same_bits(fed_own_chunk(model, batches(3)), fed_in_chunks(reference, batches(3)))
+    assert_trains_bitwise_as(model, reference, batches(3))
 
 
 @on_ranks(4)
 def test_hybrid_sharding_on_the_last_dim():
-    model = mlp()
-    whole = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh(2, 2), shard_placement_fn=last_dim)
+    model, whole = with_reference(mlp(), fully_shard, mesh=cpu_mesh(2, 2), shard_placement_fn=last_dim)
     assert model.blocks[0].up.weight.placements == (Replicate(), Shard(1))
     assert_equal_training(fed_own_chunk(model, batches(3)), fed_whole(whole, batches(3)))
 
@@ -158,8 +162,7 @@ def torch_result(mesh: object) -> object:
 @pytest.mark.parametrize("after", [None, 2, *(pytest.param(after, marks=pytest.mark.slow) for after in (True, False))])
 @pytest.mark.parametrize("kind", ["ours", "ours_dim0", pytest.param("torch", marks=needs_torch("2.12", "ShardPlacementResult"))])
 def test_experts_over_other_ranks_than_the_rest_train_like_the_unsharded_model(kind, after):
-    model = moe()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(moe())
     wide, grid = cpu_mesh(4, names=("dp",)), cpu_mesh(2, 2, names=("edp", "ep"))
 
     def place(param: nn.Parameter) -> object:
@@ -218,8 +221,7 @@ def test_one_process_group_and_several_dtypes_make_one_group_each():
 
 @on_ranks(4)
 def test_mixed_precision_and_accumulation_over_two_meshes():
-    model = moe()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(moe())
     grid = cpu_mesh(2, 2, names=("edp", "ep"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 from fsdp2 import ArgumentError, DataParallelMeshDims, MeshError, ParameterError, fully_shard
 from harness import cpu_mesh, needs_torch, on_ranks
+from harness.sharding import with_reference
 
 
 class Model(nn.Module):
@@ -102,8 +101,7 @@ def check_grads(model: nn.Module, reference: nn.Module, factor: float = 1.0) -> 
 def test_training_equals_the_unsharded_model(name):
     """Each rank's loss is the mean over its own rows, as in plain FSDP, so that averaging gives the mean over all rows."""
     mesh, dims, data = case(name)
-    reference = model_of()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(model_of())
     distribute(model, mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -154,8 +152,7 @@ def check_placements(name: str) -> None:
 def test_a_gradient_that_dtensor_has_added_over_data_axes_is_not_multiplied(name, per_rank_loss):
     """log_scale's gradient arrives Replicate: averaging it as it is made it as many times too large as there are ranks."""
     mesh, dims, data = case(name)
-    reference = model_of(Nonlinear)
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(model_of(Nonlinear))
     distribute(model, mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
     x, mine = rows(mesh, data)
@@ -173,8 +170,7 @@ def test_a_gradient_that_dtensor_has_added_over_data_axes_is_not_multiplied(name
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_tp", "hsdp"])
 def test_ranks_that_repeat_one_computation_get_its_gradient(name, factor):
     mesh, dims, _ = case(name)
-    reference = model_of(Nonlinear)
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(model_of(Nonlinear))
     distribute(model, mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
     if factor is not None:
@@ -189,8 +185,7 @@ def test_ranks_that_repeat_one_computation_get_its_gradient(name, factor):
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_tp", "hsdp", "two_shard_axes_tp"])
 def test_clip_grad_norm_equals_the_unsharded_model(name):
     mesh, dims, data = case(name)
-    reference = model_of(hidden=7 if "tp" not in name else 8)
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(model_of(hidden=7 if "tp" not in name else 8))
     distribute(model, mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
     x, mine = rows(mesh, data)
@@ -205,8 +200,7 @@ def test_clip_grad_norm_equals_the_unsharded_model(name):
 @pytest.mark.parametrize("name", ["fsdp", "two_shard_axes"])
 def test_resharding_to_a_smaller_number_of_ranks(name):
     mesh, dims, data = case(name)
-    reference = model_of()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(model_of())
     distribute(model, mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims), reshard_after_forward=2)
     for step in range(2):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp2 import MeshError, MixedPrecisionPolicy, fully_shard, materialize, set_semantics
 from harness import cpu_mesh, on_ranks
+from harness.sharding import with_reference
 
 
 def slow(*values: object) -> list[object]:
@@ -110,9 +109,7 @@ def data_rank(dp: DeviceMesh) -> int:
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2), *slow((1, 4), (4, 1), (1, 2, 2))], ids=str)
 def test_training_equals_the_unsharded_model(shape, sequence_parallel, after):
     dp, tp = meshes(shape)
-    reference = model_of()
-    model = copy.deepcopy(reference)
-    shard(model, dp, tp, sequence_parallel, reshard_after_forward=after)
+    model, reference = with_reference(model_of(), shard, dp, tp, sequence_parallel, reshard_after_forward=after)
     actual = train(model, dp.size(), data_rank(dp))
     assert_same(actual, train(reference, 1, 0))
 
@@ -142,8 +139,7 @@ def test_parameters_are_dtensors_on_both_meshes_between_steps_and_on_the_tp_mesh
 @pytest.mark.parametrize("dim", [None, *slow(1)])
 def test_uneven_shards_on_the_dim_that_tensor_parallelism_cut(hidden, dim):
     dp, tp = meshes((2, 2))
-    reference = model_of(hidden=hidden)
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(model_of(hidden=hidden))
 
     def place(param: nn.Parameter) -> Shard | None:
         return Shard(dim) if dim is not None and param.ndim > dim else None
@@ -179,8 +175,7 @@ def test_equals_torch_fsdp2_side_by_side():
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_mixed_precision(reduce_dtype):
     dp, tp = meshes((2, 2))
-    reference = model_of()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(model_of())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     shard(model, dp, tp, True, mp_policy=policy)
     seen = []
@@ -216,9 +211,7 @@ def test_state_dict_round_trip():
 @on_ranks(4)
 def test_gradient_accumulation_without_communication():
     dp, tp = meshes((2, 2))
-    reference = model_of()
-    model = copy.deepcopy(reference)
-    shard(model, dp, tp, True)
+    model, reference = with_reference(model_of(), shard, dp, tp, True)
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
         x = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
@@ -318,9 +311,7 @@ def test_checkpoints_of_torch_are_whole_and_load_on_another_mesh(tmp_path):
 def test_resharding_to_fewer_ranks_beside_model_axes(size):
     """torch refuses this for DTensors. The mesh is 4 x 1, so that there is something to reshard on 4 ranks."""
     dp, tp = meshes((4, 1))
-    reference = model_of(hidden=7)
-    model = copy.deepcopy(reference)
-    shard(model, dp, tp, reshard_after_forward=size)
+    model, reference = with_reference(model_of(hidden=7), shard, dp, tp, reshard_after_forward=size)
     model(torch.randn(3, 6).requires_grad_())
     between = model[0].up.weight
     assert between.device_mesh.shape == (4 // size, size, 1)
@@ -335,9 +326,7 @@ def test_all_of_it_on_eight_ranks():
     """dp x tp with resharding to two of four; replicate x shard x tp; dp x ep x tp with both model axes on one dim."""
     for shape, after in (((4, 2), 2), ((2, 2, 2), True)):
         dp, tp = meshes(shape)
-        reference = model_of(hidden=9)
-        model = copy.deepcopy(reference)
-        shard(model, dp, tp, True, reshard_after_forward=after)
+        model, reference = with_reference(model_of(hidden=9), shard, dp, tp, True, reshard_after_forward=after)
         assert_same(train(model, 4, data_rank(dp)), train(reference, 1, 0))
     mesh = cpu_mesh(2, 2, 2, names=("dp", "ep", "tp"))
     for rows in (5, 8, 9):

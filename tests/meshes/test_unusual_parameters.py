@@ -13,14 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from harness import cpu_mesh, on_ranks
-from harness.training import (
-    adamw_foreach,
-    assert_same_bits,
-    fed_in_chunks,
-    fed_own_chunk,
-    forced,
-    sgd_foreach,
-)
+from harness.sharding import with_reference
+from harness.training import adamw_foreach, assert_trains_bitwise_as, forced, sgd_foreach
 
 
 class Odd(nn.Module):
@@ -63,18 +57,16 @@ def trainable(params: object) -> list[nn.Parameter]:
 @pytest.mark.parametrize("gather", ["packed", *(pytest.param(gather, marks=pytest.mark.slow) for gather in ("direct", "mixed"))])
 @pytest.mark.parametrize("optimizer", [sgd_foreach, pytest.param(adamw_foreach, marks=pytest.mark.slow)])
 def test_training_equals_the_unsharded_model(optimizer, gather):
-    model = odd()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(odd())
     with forced(gather=gather):
         fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, images(), optimizer), fed_in_chunks(reference, images(), optimizer))
+    assert_trains_bitwise_as(model, reference, images(), optimizer)
 
 
 @on_ranks(3)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_any_dim_of_permuted_parameters_can_be_cut(dim):
-    model = odd()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(odd())
 
     def place(param: nn.Parameter) -> Shard | None:
         return Shard(dim) if param.ndim > 1 else None
@@ -82,7 +74,7 @@ def test_any_dim_of_permuted_parameters_can_be_cut(dim):
     fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=place)
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs), name
-    assert_same_bits(fed_own_chunk(model, images()), fed_in_chunks(reference, images()))
+    assert_trains_bitwise_as(model, reference, images())
 
 
 @on_ranks(3)
@@ -144,8 +136,7 @@ def test_optimizer_state_is_shaped_like_the_shards():
 @on_ranks(2)
 @pytest.mark.parametrize("offload", [False, True])
 def test_mixed_precision_casts_floating_point_parameters_of_every_dtype_and_leaves_integers(offload):
-    model = odd()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(odd())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload_policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     fully_shard(model, mesh=cpu_mesh(), mp_policy=policy, **offload_policy)
@@ -165,22 +156,18 @@ def test_mixed_precision_casts_floating_point_parameters_of_every_dtype_and_leav
 
 @on_ranks(4)
 def test_resharding_to_fewer_ranks():
-    model = odd()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=2)
+    model, reference = with_reference(odd(), fully_shard, mesh=cpu_mesh(), reshard_after_forward=2)
     model(images()[0])
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert ours.device_mesh.size(-1) == 2
         assert torch.equal(ours.full_tensor(), theirs), name
     model.reset_iter_state()
-    assert_same_bits(fed_own_chunk(model, images()), fed_in_chunks(reference, images()))
+    assert_trains_bitwise_as(model, reference, images())
 
 
 @on_ranks(4)
 def test_hybrid_sharding_and_accumulation():
-    model = odd()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh(2, 2))
+    model, reference = with_reference(odd(), fully_shard, mesh=cpu_mesh(2, 2))
     for step, x in enumerate(images()):
         model.set_requires_gradient_sync(step == 2)
         model(x.chunk(4)[dist.get_rank()]).square().mean().backward()
@@ -193,9 +180,7 @@ def test_hybrid_sharding_and_accumulation():
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_moving_the_module_to_another_dtype(dtype):
-    model = odd()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(odd(), fully_shard, mesh=cpu_mesh())
     model(images()[0]).sum().backward()
     model.zero_grad()
     model.to(dtype)

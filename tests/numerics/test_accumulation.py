@@ -8,24 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import FSDPModule
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     assert_equal_training,
     assert_same_bits,
+    assert_trains_as,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     fed_whole,
     forced,
     forward_backward,
+    micro_batches,
 )
-
-
-def shard(model: nn.Module, mesh=None, after: bool | None = None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh or cpu_mesh(), reshard_after_forward=after)
-    return fully_shard(model, mesh=mesh or cpu_mesh(), reshard_after_forward=after)
 
 
 def in_micro_batches(model: nn.Module, x: Tensor) -> Tensor:
@@ -46,11 +44,8 @@ def synced_at_the_last(model: nn.Module, x: Tensor) -> Tensor:
 
 @on_ranks(1, 2, 3, 4)
 def test_gradients_reduced_at_every_micro_batch_add_up():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
-    steps = fed_own_chunk(model, batches(shape=(36, 7)), iteration=in_micro_batches)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(shape=(36, 7)), iteration=in_micro_batches))
+    model, reference = with_reference(mlp(), shard_blocks)
+    assert_trains_as(model, reference, batches(shape=(36, 7)), iteration=in_micro_batches)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -58,7 +53,7 @@ def test_gradients_reduced_at_every_micro_batch_add_up():
 def test_gradients_accumulated_without_communication_are_reduced_at_the_last_micro_batch(after):
     model = mlp()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
-    shard(model, after=after)
+    shard_blocks(model, after)
     inputs = batches(shape=(36, 7))
     steps = fed_own_chunk(model, inputs, iteration=synced_at_the_last)
     assert_same_bits(steps, fed_in_chunks(reference, inputs, iteration=synced_at_the_last))
@@ -67,9 +62,7 @@ def test_gradients_accumulated_without_communication_are_reduced_at_the_last_mic
 
 @on_ranks(2, 3)
 def test_one_group_may_accumulate_while_the_others_communicate():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         losses = []
@@ -85,16 +78,13 @@ def test_one_group_may_accumulate_while_the_others_communicate():
         return torch.stack(losses).mean()
 
     inputs = batches(shape=(36, 7))
-    steps = fed_own_chunk(model, inputs, iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, inputs, iteration=iteration))
+    assert_trains_as(model, reference, inputs, iteration=iteration)
 
 
 @on_ranks(2, 3)
 def test_a_gradient_from_an_earlier_step_is_added_to():
     """zero_grad every other step: sharded gradients are there when the backward begins."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         first = forward_backward(model, x)
@@ -103,44 +93,28 @@ def test_a_gradient_from_an_earlier_step_is_added_to():
         assert all(param.grad is kept[name] for name, param in model.named_parameters())
         return first + second
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_ends_an_accumulation(set_to_none):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         forward_backward(model, x + 1)
         model.zero_grad(set_to_none=set_to_none)
         return forward_backward(model, x)
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(1, 2, 3)
 def test_micro_batches_before_the_last_backward_wait_for_nothing_and_lose_nothing():
     """set_is_last_backward(False): reductions may still be under way when a backward returns."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(3)):
-            if isinstance(model, FSDPModule):
-                model.set_is_last_backward(index == 2)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
-    inputs = batches(shape=(36, 7))
-    steps = fed_own_chunk(model, inputs, iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, inputs, iteration=iteration))
+    assert_trains_as(model, reference, batches(shape=(36, 7)), iteration=micro_batches(3, set_is_last_backward=[2]))
 
 
 # --- two mesh axes --------------------------------------------------------------------------------------------------------------
@@ -153,7 +127,7 @@ def test_replicas_of_shards_average_over_all_ranks(gather, after):
     model = mlp()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
     with forced(gather=gather):
-        shard(model, cpu_mesh(2, 2), after)
+        shard_blocks(model, after, mesh=cpu_mesh(2, 2))
     steps = fed_own_chunk(model, batches())
     assert_equal_training(steps, fed_in_chunks(reference, batches()))
     assert_equal_training(steps, fed_whole(whole, batches()))
@@ -161,7 +135,7 @@ def test_replicas_of_shards_average_over_all_ranks(gather, after):
 
 @on_ranks(4)
 def test_replicas_hold_the_same_bits():
-    model = shard(mlp(), cpu_mesh(2, 2))
+    model = shard_blocks(mlp(), mesh=cpu_mesh(2, 2))
     fed_own_chunk(model, batches())
     for param in model.parameters():
         local = param.to_local()
@@ -173,50 +147,21 @@ def test_replicas_hold_the_same_bits():
 @on_ranks(4)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
 def test_gradients_are_reduce_scattered_at_each_and_all_reduced_at_the_last_micro_batch(shape):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, cpu_mesh(*shape))
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(3)):
-            if isinstance(model, FSDPModule):
-                model.set_requires_all_reduce(index == 2)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
-    inputs = batches(shape=(36, 7))
-    steps = fed_own_chunk(model, inputs, iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, inputs, iteration=iteration))
+    model, reference = with_reference(mlp(), shard_blocks, mesh=cpu_mesh(*shape))
+    assert_trains_as(model, reference, batches(shape=(36, 7)), iteration=micro_batches(3, set_requires_all_reduce=[2]))
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
 def test_replicas_accumulate_without_communication(shape):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, cpu_mesh(*shape))
+    model, reference = with_reference(mlp(), shard_blocks, mesh=cpu_mesh(*shape))
     inputs = batches(shape=(36, 7))
-    steps = fed_own_chunk(model, inputs, iteration=synced_at_the_last)
-    assert_equal_training(steps, fed_in_chunks(reference, inputs, iteration=synced_at_the_last))
+    assert_trains_as(model, reference, inputs, iteration=synced_at_the_last)
 
 
 @on_ranks(4)
 def test_accumulation_may_pass_through_all_three_stages():
     """Micro-batch 0 stays on the rank, 1 is reduce-scattered, 2 is all-reduced."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, cpu_mesh(2, 2))
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(3)):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(index >= 1)
-                model.set_requires_all_reduce(index == 2)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
-    inputs = batches(shape=(36, 7))
-    steps = fed_own_chunk(model, inputs, iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, inputs, iteration=iteration))
+    model, reference = with_reference(mlp(), shard_blocks, mesh=cpu_mesh(2, 2))
+    iteration = micro_batches(3, set_requires_gradient_sync=[1, 2], set_requires_all_reduce=[2])
+    assert_trains_as(model, reference, batches(shape=(36, 7)), iteration=iteration)

@@ -16,10 +16,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, TransformerBlock, batches, mlp, token_batches, transformer
-from harness.training import adamw, assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward, sgd
+from harness.sharding import shard_blocks, with_reference
+from harness.training import adamw, assert_trains_bitwise_as, forward_backward, micro_batches, sgd
 
 
 class Checkpointed(nn.Module):
@@ -47,27 +48,18 @@ class CheckpointedInside(Block):
         return checkpoint(super().forward, x, use_reentrant=self.reentrant)
 
 
-def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
-    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
-
-
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False, None])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_a_checkpoint_outside_of_the_sharded_block(reentrant, after, needs_input_grad):
     torch.manual_seed(0)
-    model = Checkpointed(reentrant)
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(Checkpointed(reentrant), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         return forward_backward(model, x.clone().requires_grad_(needs_input_grad))
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(1, 2, 3)
@@ -79,8 +71,8 @@ def test_a_checkpoint_inside_of_the_sharded_block(reentrant, after):
     for block in model.blocks:
         block.reentrant = reentrant
     reference = copy.deepcopy(model)
-    shard(model, after)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    shard_blocks(model, after)
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2, 3)
@@ -101,12 +93,11 @@ def test_checkpoint_wrappers_around_and_below_fully_shard(reentrant, checkpoint_
     wrap(reference)
     if checkpoint_first:
         wrap(model)
-        shard(model)
+        shard_blocks(model)
     else:
-        shard(model)
+        shard_blocks(model)
         wrap(model)
-    steps = fed_own_chunk(model, token_batches(), adamw)
-    assert_same_bits(steps, fed_in_chunks(reference, token_batches(), adamw))
+    assert_trains_bitwise_as(model, reference, token_batches(), adamw)
 
 
 class OneCheckpointOverSeveralBlocks(nn.Module):
@@ -133,10 +124,8 @@ class OneCheckpointOverSeveralBlocks(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_one_checkpoint_over_several_sharded_blocks(reentrant, after):
     torch.manual_seed(0)
-    model = OneCheckpointOverSeveralBlocks(reentrant)
-    reference = copy.deepcopy(model)
-    shard(model, after)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    model, reference = with_reference(OneCheckpointOverSeveralBlocks(reentrant), shard_blocks, after)
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2, 3)
@@ -148,19 +137,17 @@ def test_a_checkpoint_inside_of_a_checkpoint(reentrant):
     for block in model.blocks:
         block.reentrant = reentrant
     reference = copy.deepcopy(model)
-    shard(model)
+    shard_blocks(model)
     # Of a re-entrant checkpoint inside of another, the inner one sees no input that needs a gradient at first, and says so.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True", UserWarning)
-        assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+        assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_whole_model_under_one_checkpoint(reentrant):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()  # a re-entrant checkpoint gives no gradients without
@@ -168,40 +155,27 @@ def test_the_whole_model_under_one_checkpoint(reentrant):
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_with_accumulation(reentrant):
     torch.manual_seed(0)
-    model = Checkpointed(reentrant)
-    reference = copy.deepcopy(model)
-    shard(model)
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(2)):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(index == 1)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
-    steps = fed_own_chunk(model, batches(), sgd, iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), sgd, iteration))
+    model, reference = with_reference(Checkpointed(reentrant), shard_blocks)
+    iteration = micro_batches(2, set_requires_gradient_sync=[1])
+    assert_trains_bitwise_as(model, reference, batches(), sgd, iteration)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_while_parameters_are_kept_over_fewer_ranks(reentrant):
     torch.manual_seed(0)
-    model = Checkpointed(reentrant)
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Checkpointed(reentrant))
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=2)
     fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2)
@@ -214,7 +188,7 @@ def test_a_recomputation_that_stops_early_does_not_keep_blocks_unsharded(reentra
     """
     torch.manual_seed(0)
     model = Checkpointed(reentrant)
-    shard(model)
+    shard_blocks(model)
     x = batches(1)[0]
     for _ in range(3):
         loss = model(x).square().mean()

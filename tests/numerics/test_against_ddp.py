@@ -7,9 +7,9 @@ import copy
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2 import fully_shard
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import batches, mlp, token_batches, transformer
+from harness.sharding import shard_blocks
 from harness.training import Step, adamw, assert_equal_training, assert_same_bits, fed_own_chunk, sgd
 
 MODELS = {
@@ -33,9 +33,7 @@ def test_training_equals_ddp(kind, optimizer, world_size):
     make, inputs = MODELS[kind]
     model = make()
     reference = DistributedDataParallel(copy.deepcopy(model))
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    shard_blocks(model)
     ours = fed_own_chunk(model, inputs(), optimizer)
     theirs = unwrapped(fed_own_chunk(reference, inputs(), optimizer))
     if world_size <= 2:  # one order of addition, and exact division

@@ -26,6 +26,7 @@ from harness.training import (
     assert_same_bits,
     fed_own_chunk,
     forward_backward,
+    micro_batches,
     own_chunk,
     sgd,
 )
@@ -98,27 +99,14 @@ def test_a_mesh_of_two_by_two(after):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("sync_each", [True, False])
 def test_micro_batches(sync_each, world_size):
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(2)):
-            model.set_requires_gradient_sync(sync_each or index == 1)
-            model.set_is_last_backward(index == 1)
-            model.set_reshard_after_backward(index == 1)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
+    syncs = [0, 1] if sync_each else [1]
+    iteration = micro_batches(2, set_requires_gradient_sync=syncs, set_is_last_backward=[1], set_reshard_after_backward=[1])
     check(world_size, *both(mlp(), batches(), iteration=iteration))
 
 
 @on_ranks(4)
 def test_micro_batches_that_are_all_reduced_at_the_last():
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(3)):
-            model.set_requires_all_reduce(index == 2)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
+    iteration = micro_batches(3, set_requires_all_reduce=[2])
     check(4, *both(mlp(), batches(shape=(36, 7)), iteration=iteration, mesh=cpu_mesh(2, 2)))
 
 
@@ -145,13 +133,7 @@ MIXED = {
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("policy", MIXED)
 def test_mixed_precision(policy, accumulate):
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(2)):
-            model.set_requires_gradient_sync(not accumulate or index == 1)
-            losses.append(forward_backward(model, micro_batch).float())
-        return torch.stack(losses).mean()
-
+    iteration = micro_batches(2, set_requires_gradient_sync=[1] if accumulate else [0, 1])
     assert_same_bits(*both(mlp(), batches(), adamw, iteration, mp_policy=MIXED[policy]))
 
 

@@ -20,6 +20,7 @@ import fsdp2
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, fully_shard
 from fsdp2.core.setup.semantics import chosen_semantics
 from harness import cpu_mesh, needs_torch, on_ranks
+from harness.sharding import with_reference
 from harness.training import assert_equal_grads, grads_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -171,8 +172,7 @@ def test_a_narrow_reduction_rounds_each_micro_batch_or_the_sum_with_the_later_on
 @on_ranks(1, 2)
 def test_unsynced_gradients_stay_on_the_unsharded_parameters_and_survive_what_reshards_them():
     torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)))
     with semantics("2.15"):
         for layer in (model[0], model[2], model):
             fully_shard(layer, mesh=cpu_mesh())

@@ -9,24 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import fully_shard
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import Block, batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     assert_equal_grads,
     assert_equal_training,
     assert_same_bits,
+    assert_trains_as,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     grads_of,
     own_chunk,
 )
-
-
-def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
-    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
 
 
 def rows_of_all_ranks(x: Tensor) -> tuple[Tensor, ...]:
@@ -39,10 +35,8 @@ def test_two_models_in_one_backward(after):
     """A generator and a critic: the critic's backward runs into the generator's, both are roots."""
     generator, critic = mlp(seed=0), nn.Sequential(Block(5), Block(5))
     wholes = copy.deepcopy((generator, critic))
-    shard(generator, after)
-    for block in critic:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
-    fully_shard(critic, mesh=cpu_mesh(), reshard_after_forward=after)
+    shard_blocks(generator, after)
+    shard_blocks(critic, after)
     for x in batches(2):
         # The critic's step, on the detached output; then the generator's, through the critic.
         for through in (False, True):
@@ -59,9 +53,7 @@ def test_two_models_in_one_backward(after):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False])
 def test_a_penalty_on_the_gradient_of_the_input(after):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -71,16 +63,13 @@ def test_a_penalty_on_the_gradient_of_the_input(after):
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False])
 def test_autocast_around_forward(after):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -88,8 +77,7 @@ def test_autocast_around_forward(after):
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 class WithAuxiliaryLoss(nn.Module):
@@ -113,9 +101,7 @@ class WithAuxiliaryLoss(nn.Module):
 @pytest.mark.parametrize("separately", [True, False])
 def test_auxiliary_losses(separately, after):
     torch.manual_seed(0)
-    model = WithAuxiliaryLoss()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(WithAuxiliaryLoss(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         output, outputs = model(x)
@@ -151,9 +137,7 @@ class Bootstrapped(nn.Module):
 @pytest.mark.parametrize("after", [True, False])
 def test_forwards_without_grad_inside_of_a_forward_with(after):
     torch.manual_seed(0)
-    model = Bootstrapped()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(Bootstrapped(), shard_blocks, after)
     steps = fed_own_chunk(model, batches())
     assert steps[0].grads["blocks.0.scale"] is None
     assert_same_bits(steps, fed_in_chunks(reference, batches()))
@@ -161,9 +145,7 @@ def test_forwards_without_grad_inside_of_a_forward_with(after):
 
 @on_ranks(1, 2, 3)
 def test_a_teacher_that_is_the_model_itself_without_grad():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         student = model(x)
@@ -173,8 +155,7 @@ def test_a_teacher_that_is_the_model_itself_without_grad():
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 class Cut(nn.Module):
@@ -197,9 +178,7 @@ class Cut(nn.Module):
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_graph_in_pieces(after, at_once):
     torch.manual_seed(0)
-    model = Cut()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(Cut(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         losses = [output.square().mean() for output in model(x)]
@@ -210,21 +189,17 @@ def test_a_graph_in_pieces(after, at_once):
                 loss.backward()
         return sum(losses)
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2, 3)
 def test_a_backward_with_a_gradient_of_its_own_for_a_part_of_the_outputs():
     torch.manual_seed(0)
-    model = WithAuxiliaryLoss()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(WithAuxiliaryLoss(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         output, outputs = model(x)
         torch.autograd.backward([output, outputs[1]], [output.detach() / 10, torch.ones_like(outputs[1])])
         return output.detach().mean()
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration), ulps=64)
+    assert_trains_as(model, reference, batches(), iteration=iteration, ulps=64)

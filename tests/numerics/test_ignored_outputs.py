@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import FSDPModule, OrderError, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches
+from harness.sharding import with_reference
 from harness.training import own_chunk
 
 DIM = 7
@@ -189,8 +190,7 @@ def test_a_checkpoint_of_several_units_that_only_some_ranks_recompute_is_an_erro
 @on_ranks(4, timeout=60)
 def test_ignored_outputs_on_replicas_of_shards():
     torch.manual_seed(0)
-    reference = Branches()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(Branches())
     mesh = cpu_mesh(2, 2)
     for module in [*model.trunk, *model.deep, *model.heads, model]:
         fully_shard(module, mesh=mesh)

@@ -14,24 +14,19 @@ from torch import Tensor, nn
 from fsdp2 import fully_shard, register_fsdp_forward_method
 from harness import cpu_mesh, on_ranks
 from harness.models import Attention, Block, batches, token_batches
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     adamw,
     assert_equal_training,
-    assert_same_bits,
     assert_same_tensor,
+    assert_trains_as,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     fed_whole,
     own_chunk,
     sgd,
 )
-
-
-def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
-    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
-
 
 # --- outputs --------------------------------------------------------------------------------------------------------------------
 
@@ -101,9 +96,7 @@ class WrappingBlock(nn.Module):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensors_travel_in_containers(shape, after):
     torch.manual_seed(0)
-    model = Wrapping(shape)
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(Wrapping(shape), shard_blocks, after)
     kinds = []
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
@@ -114,8 +107,7 @@ def test_tensors_travel_in_containers(shape, after):
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
     assert len(set(kinds)) == 1
 
 
@@ -123,17 +115,14 @@ def test_tensors_travel_in_containers(shape, after):
 @pytest.mark.parametrize("used", ["hidden", "extra"])
 def test_a_loss_of_one_output_alone_reaches_its_part_of_the_model(used):
     torch.manual_seed(0)
-    model = Wrapping("a dict")
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(Wrapping("a dict"), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x)[used].square().mean()
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 class PassesThrough(nn.Module):
@@ -166,7 +155,7 @@ def test_an_input_that_is_returned_as_it_came(after):
     torch.manual_seed(0)
     model = PassesThrough()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
-    shard(model, after)
+    shard_blocks(model, after)
     steps = fed_own_chunk(model, batches())
     # A node more on the way may change the order in which autograd adds the context's gradients: bounds, not bits.
     assert_equal_training(steps, fed_in_chunks(reference, batches()))
@@ -183,10 +172,8 @@ class ViewOutput(nn.Linear):
 @pytest.mark.parametrize("after", [True, False])
 def test_outputs_changed_in_place(after, is_view):
     torch.manual_seed(0)
-    model = ChangedInPlace(is_view)
-    reference = copy.deepcopy(model)
-    shard(model, after)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    model, reference = with_reference(ChangedInPlace(is_view), shard_blocks, after)
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 class ChangedInPlace(nn.Module):
@@ -233,7 +220,7 @@ def test_inputs_changed_in_place():
     torch.manual_seed(0)
     model = InputInPlace()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
-    shard(model)
+    shard_blocks(model)
     steps = fed_own_chunk(model, batches())
     assert_equal_training(steps, fed_in_chunks(reference, batches()))
     assert_equal_training(steps, fed_whole(whole, batches()))
@@ -264,11 +251,8 @@ class ReturnsParameterBlock(nn.Module):
 @pytest.mark.parametrize("after", [True, False])
 def test_a_parameter_as_an_output(after):
     torch.manual_seed(0)
-    model = ReturnsParameter()
-    reference = copy.deepcopy(model)
-    shard(model, after)
-    steps = fed_own_chunk(model, batches())
-    assert_equal_training(steps, fed_in_chunks(reference, batches()))
+    model, reference = with_reference(ReturnsParameter(), shard_blocks, after)
+    assert_trains_as(model, reference, batches())
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------------------
@@ -298,10 +282,9 @@ class CrossAttention(nn.Module):
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_a_memory_shared_by_all_blocks(after, by_keyword, optimizer):
     torch.manual_seed(0)
-    model = CrossAttention(by_keyword)
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(CrossAttention(by_keyword))
     fully_shard(model.encoder, mesh=cpu_mesh(), reshard_after_forward=after)
-    shard(model, after)
+    shard_blocks(model, after)
     steps = fed_own_chunk(model, token_batches(), optimizer)
     reference_steps = fed_in_chunks(reference, token_batches(), optimizer)
     if optimizer is sgd:
@@ -336,9 +319,7 @@ class KeywordsOnlyBlock(nn.Module):
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_inputs_by_keyword_and_in_containers_get_their_gradients(needs_input_grad):
     torch.manual_seed(0)
-    model = KeywordsOnly()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(KeywordsOnly(), shard_blocks)
     for x in batches():
         results = []
         for each in (model, reference):
@@ -357,9 +338,7 @@ def test_inputs_by_keyword_and_in_containers_get_their_gradients(needs_input_gra
 @on_ranks(2, 3)
 def test_one_tensor_given_twice_gets_one_gradient():
     torch.manual_seed(0)
-    model = Attention(6)
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(Attention(6), fully_shard, mesh=cpu_mesh())
     x = torch.randn(4, 5, 6, requires_grad=True)
     grads = []
     for each in (model, reference):
@@ -372,11 +351,7 @@ def test_one_tensor_given_twice_gets_one_gradient():
 @on_ranks(1, 2, 3)
 def test_gradients_of_inputs_by_autograd_grad():
     torch.manual_seed(0)
-    model = nn.Sequential(Block(7), Block(7))
-    reference = copy.deepcopy(model)
-    for block in model:
-        fully_shard(block, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(nn.Sequential(Block(7), Block(7)), shard_blocks)
     x = batches()[0].requires_grad_()
     for _ in range(2):
         (ours,) = torch.autograd.grad(model(x).square().mean(), [x])
@@ -405,9 +380,7 @@ class WithMethods(nn.Module):
 @pytest.mark.parametrize("after", [True, False])
 def test_methods_registered_as_forward(after):
     torch.manual_seed(0)
-    model = WithMethods()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
+    model, reference = with_reference(WithMethods(), fully_shard, mesh=cpu_mesh(), reshard_after_forward=after)
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "decode")
 
@@ -416,8 +389,7 @@ def test_methods_registered_as_forward(after):
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2, 3)
@@ -439,7 +411,7 @@ def test_hooks_of_the_user_see_unsharded_parameters_and_may_change_what_passes()
         each[0].register_forward_hook(after)
     fully_shard(model[0], mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
     assert set(seen) == {nn.Parameter}
 
 
@@ -494,11 +466,8 @@ def stored_losses_alone(model: nn.Module, x: Tensor) -> Tensor:
 def test_tensors_that_forward_leaves_on_modules(after, iteration):
     """Symptom: backward failed on freed storage, because it did not begin at an output."""
     torch.manual_seed(0)
-    model = RoutedBlocks()
-    reference = copy.deepcopy(model)
-    shard(model, after)
-    steps = fed_own_chunk(model, batches(3), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(3), iteration=iteration))
+    model, reference = with_reference(RoutedBlocks(), shard_blocks, after)
+    assert_trains_as(model, reference, batches(3), iteration=iteration)
 
 
 @on_ranks(2)
@@ -506,12 +475,9 @@ def test_tensors_that_forward_leaves_on_modules(after, iteration):
 def test_tensors_that_forward_leaves_on_modules_but_not_in_the_first(first):
     """Symptom: backward failed on freed storage. Cause: what had no graph in the first forward was not looked for any more."""
     torch.manual_seed(0)
-    model = RoutedBlocks()
-    reference = copy.deepcopy(model)
-    shard(model, True)
+    model, reference = with_reference(RoutedBlocks(), shard_blocks, True)
     for each in (model, reference):
         each.requires_grad_(first != "frozen").train(first != "evaluation")
         each(batches(1)[0])
         each.requires_grad_(True).train()
-    steps = fed_own_chunk(model, batches(3), iteration=stored_losses_alone)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(3), iteration=stored_losses_alone))
+    assert_trains_as(model, reference, batches(3), iteration=stored_losses_alone)

@@ -6,7 +6,6 @@ whole backward tells. The list used to be reduced and freed when another of its 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 
@@ -18,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches
-from harness.training import assert_equal_training, fed_in_chunks, fed_own_chunk, own_chunk
+from harness.sharding import with_reference
+from harness.training import assert_trains_as, own_chunk
 
 DIM = 7
 
@@ -107,8 +107,7 @@ QUICK = (
 
 def models(way: str, **options: object) -> tuple[Lists, Lists]:
     torch.manual_seed(0)
-    reference = Lists(way)
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(Lists(way))
     fully_shard([model.a, model.b], mesh=cpu_mesh(), **options)
     fully_shard(model, mesh=cpu_mesh())
     return model, reference
@@ -119,8 +118,7 @@ def models(way: str, **options: object) -> tuple[Lists, Lists]:
 @pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_a_list_whose_first_input_needs_no_gradient_trains_as_the_unsharded_model(way, after):
     model, reference = models(way, reshard_after_forward=after)
-    steps = fed_own_chunk(model, batches())
-    assert_equal_training(steps, fed_in_chunks(reference, batches()))
+    assert_trains_as(model, reference, batches())
 
 
 def in_hooks(model: nn.Module) -> dict[str, int]:
@@ -144,8 +142,7 @@ def in_hooks(model: nn.Module) -> dict[str, int]:
 def test_an_optimizer_in_hooks_steps_once_for_each_parameter_of_a_list(way, unused):
     """With single layers as modules, whose backward needs no parameters, the early reduction was no crash but wrong in silence."""
     torch.manual_seed(0)
-    reference = Lists(way, nn.Linear)
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(Lists(way, nn.Linear))
     fully_shard([model.a, model.b], mesh=cpu_mesh(), reshard_after_forward=True)
     fully_shard(model, mesh=cpu_mesh()).set_reduce_scatter_unused_params(unused)
     steps = in_hooks(model)
@@ -178,8 +175,7 @@ class Repeated(nn.Module):
 @pytest.mark.parametrize("unused", [False, True])
 def test_an_optimizer_in_hooks_steps_once_for_a_module_that_ran_twice(unused):
     torch.manual_seed(0)
-    reference = Repeated()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(Repeated())
     fully_shard(model.block, mesh=cpu_mesh(), reshard_after_forward=True)
     fully_shard(model, mesh=cpu_mesh()).set_reduce_scatter_unused_params(unused)
     steps = in_hooks(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from unittest import mock
 
 import pytest
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from fsdp2 import FSDPModule, fully_shard
 from fsdp2.core.comm import collectives
 from harness import cpu_mesh, on_ranks
-from harness.training import assert_same_bits, fed_in_chunks, fed_own_chunk
+from harness.sharding import with_reference
+from harness.training import assert_trains_bitwise_as
 
 
 class Blocks(nn.Module):
@@ -31,8 +31,7 @@ class Blocks(nn.Module):
 
 def sharded_blocks(after: bool) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    model = Blocks()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Blocks())
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
     return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after), reference
@@ -79,7 +78,7 @@ def test_one_rank_may_list_parameters_between_forward_and_a_backward_that_neithe
             losses.append(loss)
         return torch.stack(losses).mean()
 
-    assert_same_bits(fed_own_chunk(model, inputs(), iteration=iteration), fed_in_chunks(reference, inputs(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, inputs(), iteration=iteration)
 
 
 @on_ranks(2)
@@ -130,4 +129,4 @@ def test_one_rank_may_look_between_two_forwards_of_one_backward(method):
             model(second)
         return loss
 
-    assert_same_bits(fed_own_chunk(model, inputs(), iteration=iteration), fed_in_chunks(reference, inputs(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, inputs(), iteration=iteration)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, set_semantics
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     Step,
     adamw,
@@ -24,17 +25,12 @@ from harness.training import (
     forced,
     forward_backward,
     grads_of,
+    micro_batches,
     own_chunk,
     state_of,
 )
 
 BF16 = torch.bfloat16
-
-
-def shard(model: nn.Module, policy: MixedPrecisionPolicy, mesh=None, after: bool | None = None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh or cpu_mesh(), mp_policy=policy, reshard_after_forward=after)
-    return fully_shard(model, mesh=mesh or cpu_mesh(), mp_policy=policy, reshard_after_forward=after)
 
 
 def cast_by_hand(
@@ -72,10 +68,9 @@ def without_losses(steps: list[Step]) -> list[Step]:
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("gather", ["direct", "packed", "mixed"])
 def test_bf16_parameters_reduced_in_fp32(gather):
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     with forced(gather=gather):
-        shard(model, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
+        shard_blocks(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
     steps = fed_own_chunk(model, batches(), adamw)
     assert_same_bits(without_losses(steps), without_losses(cast_by_hand(reference, batches(), BF16, torch.float32)))
     assert all(param.dtype == torch.float32 for param in model.parameters())
@@ -85,11 +80,10 @@ def test_bf16_parameters_reduced_in_fp32(gather):
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("reduce_dtype", [None, BF16])
 def test_bf16_parameters_reduced_in_bf16(reduce_dtype, after, world_size):
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     set_semantics("2.13")  # by which None is the dtype that forward computes with
     with forced(reduce_scatter="all_to_all" if after else "exchange"):
-        shard(model, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype), after=after)
+        shard_blocks(model, after, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype))
     set_semantics("torch")
     steps = fed_own_chunk(model, batches(), adamw)
     assert_same_bits(without_losses(steps), without_losses(cast_by_hand(reference, batches(), BF16, BF16)))
@@ -97,25 +91,16 @@ def test_bf16_parameters_reduced_in_bf16(reduce_dtype, after, world_size):
 
 @on_ranks(1, 2, 4)
 def test_fp16_parameters_reduced_in_fp32():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model, reference = with_reference(mlp(), shard_blocks, mp_policy=policy)
     steps = fed_own_chunk(model, batches(), adamw)
     assert_same_bits(without_losses(steps), without_losses(cast_by_hand(reference, batches(), torch.float16, torch.float32)))
 
 
 @on_ranks(1, 2, 3, 4)
 def test_gradients_accumulate_in_the_reduce_dtype():
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        losses = []
-        for index, micro_batch in enumerate(x.chunk(3)):
-            model.set_requires_gradient_sync(index == 2)
-            losses.append(forward_backward(model, micro_batch))
-        return torch.stack(losses).mean()
-
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
+    iteration = micro_batches(3, set_requires_gradient_sync=[2])
+    model, reference = with_reference(mlp(), shard_blocks, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
     inputs = batches(shape=(36, 7))
     steps = fed_own_chunk(model, inputs, adamw, iteration)
     assert_same_bits(without_losses(steps), without_losses(cast_by_hand(reference, inputs, BF16, torch.float32, 3)))
@@ -149,7 +134,7 @@ def test_small_and_large_values_of_bf16_travel_unharmed():
 def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_on_all(bad):
     """So that every rank's loss scaler takes the same decision."""
     model = mlp()
-    shard(model, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
+    shard_blocks(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
     loss = model(own_chunk(batches()[0])).square().mean()
     (loss * (bad if dist.get_rank() == 1 else 1.0)).backward()
     for param in model.parameters():
@@ -159,13 +144,12 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_on_all(bad):
 @on_ranks(4)
 @pytest.mark.parametrize("after", [True, 2])
 def test_mixed_precision_on_two_axes_and_on_fewer_ranks(after):
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     if after is True:
-        shard(model, policy, cpu_mesh(2, 2))
+        shard_blocks(model, mp_policy=policy, mesh=cpu_mesh(2, 2))
     else:
-        shard(model, policy, after=after)
+        shard_blocks(model, after, mp_policy=policy)
     steps = fed_own_chunk(model, batches(1), adamw)
     expected = cast_by_hand(reference, batches(1), BF16, torch.float32)
     for name, grad in expected[0].grads.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,13 +12,13 @@ from torch.optim import SGD
 from fsdp2 import FSDPModule, ParameterError, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     adamw,
-    assert_equal_training,
-    assert_same_bits,
     assert_same_tensors,
+    assert_trains_as,
+    assert_trains_bitwise_as,
     fed_in_chunks,
-    fed_own_chunk,
     forward_backward,
     own_chunk,
     state_of,
@@ -42,22 +40,20 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("own_group", [True, False])
 def test_recurrent_layers_which_keep_copies_of_their_parameters(kind, own_group):
     torch.manual_seed(0)
-    model = Recurrent(kind)
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Recurrent(kind))
     if own_group:
         fully_shard(model.recurrent, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
     inputs = batches(shape=(12, 4, 7))
     # oneDNN's kernels choose their order of addition by the addresses of the weights.
-    assert_equal_training(fed_own_chunk(model, inputs, adamw), fed_in_chunks(reference, inputs, adamw), bound=1e-5, ulps=64)
+    assert_trains_as(model, reference, inputs, adamw, bound=1e-5, ulps=64)
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("own_group", [True, False])
 def test_an_embedding_with_max_norm_shrinks_its_rows_in_place(own_group):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 5))
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 5)))
     if own_group:
         fully_shard(model[0], mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
@@ -78,13 +74,12 @@ def test_an_embedding_with_max_norm_shrinks_its_rows_in_place(own_group):
 def test_an_embedding_with_max_norm_trains_as_unsharded(after, own_group):
     """torch's FSDP2 drops what forward shrank, so that its weights differ from the second step on."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 5))
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 5)))
     if own_group:
         fully_shard(model[0], mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
     inputs = [ids[:, 0] for ids in token_batches()]
-    assert_equal_training(fed_own_chunk(model, inputs), fed_in_chunks(reference, inputs))
+    assert_trains_as(model, reference, inputs)
     torch.testing.assert_close(model[0].weight.full_tensor(), reference[0].weight, rtol=1e-6, atol=1e-7)
 
 
@@ -115,10 +110,8 @@ def test_sparse_gradients_are_refused_by_name():
 @on_ranks(1, 2, 3)
 def test_buffers_stay_whole_and_are_the_modules_own():
     torch.manual_seed(0)
-    model = WithBuffers()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    model, reference = with_reference(WithBuffers(), fully_shard, mesh=cpu_mesh())
+    assert_trains_bitwise_as(model, reference, batches())
     assert model.calls == 3
     assert torch.equal(model.scale, reference.scale)
     assert set(model.state_dict()) == set(reference.state_dict())
@@ -127,9 +120,7 @@ def test_buffers_stay_whole_and_are_the_modules_own():
 @on_ranks(2, 3)
 def test_batch_norm_keeps_statistics_of_its_own_rows():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)), fully_shard, mesh=cpu_mesh())
     for x in batches():
         forward_backward(model, own_chunk(x))
         reference(own_chunk(x))
@@ -142,9 +133,7 @@ def test_batch_norm_keeps_statistics_of_its_own_rows():
 @on_ranks(1, 2, 3)
 def test_dropout_draws_as_in_the_unsharded_model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 6), nn.Dropout(0.5), nn.Linear(6, 5))
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(nn.Sequential(nn.Linear(7, 6), nn.Dropout(0.5), nn.Linear(6, 5)), fully_shard, mesh=cpu_mesh())
     x = batches()[0]
     torch.manual_seed(3)
     ours = model(x)
@@ -166,12 +155,11 @@ class Parametrized(nn.Module):
 @pytest.mark.parametrize("own_group", [True, False])
 def test_parametrized_weights(own_group):
     torch.manual_seed(0)
-    model = Parametrized()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Parametrized())
     if own_group:
         fully_shard(model.first, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
-    assert_equal_training(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_as(model, reference, batches())
 
 
 class ParameterContainers(nn.Module):
@@ -187,10 +175,8 @@ class ParameterContainers(nn.Module):
 @on_ranks(1, 2, 3)
 def test_parameter_lists_and_dicts():
     torch.manual_seed(0)
-    model = ParameterContainers()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    model, reference = with_reference(ParameterContainers(), fully_shard, mesh=cpu_mesh())
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 # --- an optimizer step inside of backward ---------------------------------------------------------------------------------------
@@ -212,11 +198,7 @@ def step_in_backward(model: nn.Module) -> list[torch.optim.Optimizer]:
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False])
 def test_an_optimizer_that_steps_inside_of_backward(after):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
-    fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
     steps = fed_in_chunks(reference, batches())
     optimizers = step_in_backward(model)
     for x, expected in zip(batches(), steps, strict=True):
@@ -228,9 +210,7 @@ def test_an_optimizer_that_steps_inside_of_backward(after):
 
 @on_ranks(2, 3)
 def test_hooks_on_sharded_parameters_see_the_reduced_gradient_once_a_backward():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(mlp(), fully_shard, mesh=cpu_mesh())
     expected = fed_in_chunks(reference, batches(1))[0].grads
     seen: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
@@ -250,19 +230,13 @@ def test_a_learning_rate_schedule_and_parameter_groups():
         params = list(params)
         return SGD([{"params": params[::2], "lr": 0.2}, {"params": params[1::2], "weight_decay": 0.1}], lr=0.05)
 
-    model = transformer()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, token_batches(), make), fed_in_chunks(reference, token_batches(), make))
+    model, reference = with_reference(transformer(), fully_shard, mesh=cpu_mesh())
+    assert_trains_bitwise_as(model, reference, token_batches(), make)
 
 
 @on_ranks(1, 2, 3)
 def test_clipping_by_norm_and_by_value():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    model, reference = with_reference(mlp(), shard_blocks)
     optimizer, reference_optimizer = SGD(model.parameters(), lr=0.1), SGD(reference.parameters(), lr=0.1)
     for x in batches():
         forward_backward(model, own_chunk(x))

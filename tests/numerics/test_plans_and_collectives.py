@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import with_reference
 from harness.training import (
     assert_equal_training,
     assert_same_bits,
@@ -41,8 +41,7 @@ def shard(model: nn.Sequential, mesh) -> nn.Module:
 
 
 def check(options: dict[str, str], mesh, bitwise: bool) -> None:
-    model = even()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(even())
     with forced(**options):
         shard(model, mesh)
     steps = fed_own_chunk(model, batches())

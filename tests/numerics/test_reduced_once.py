@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from unittest import mock
 
@@ -14,6 +13,7 @@ from fsdp2 import fully_shard
 from fsdp2.core.comm import collectives
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import assert_equal_grads, grads_of, own_chunk
 
 
@@ -62,11 +62,7 @@ def steps_in_hooks(model: nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize("unused", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_hsdp_with_the_all_reduce_in_the_last_micro_batch(unused, in_flight, is_last):
     """Partial sums that were under way to the sharded parameters looked like sums that still had to be reduced."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(2, 2))
-    fully_shard(model, mesh=cpu_mesh(2, 2))
+    model, reference = with_reference(mlp(), shard_blocks, mesh=cpu_mesh(2, 2))
     num_groups = len(model.blocks) + 1
     model.set_reduce_scatter_unused_params(unused)
     if in_flight is not None:
@@ -108,8 +104,7 @@ class Branch(nn.Module):
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_a_partial_sum_of_a_group_that_the_last_micro_batch_does_not_use_is_all_reduced_in_it(in_flight):
     torch.manual_seed(0)
-    model = Branch()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Branch())
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=cpu_mesh(2, 2)).set_reduce_scatter_max_input_buffers(in_flight)
     for _ in range(2):
@@ -151,8 +146,7 @@ class Table(nn.Module):
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_the_other_groups_of_a_unit_that_lends_a_tied_parameter(needs_input_grad, unused):
     torch.manual_seed(0)
-    model = Lender()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Lender())
     fully_shard(model.table, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
     model.set_reduce_scatter_unused_params(unused)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2 import fully_shard
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     adamw,
     assert_same_bits,
     assert_same_tensors,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     forced,
@@ -23,12 +22,6 @@ from harness.training import (
     sgd,
     state_of,
 )
-
-
-def shard(model: nn.Module, **options) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), **options)
-    return fully_shard(model, mesh=cpu_mesh(), **options)
 
 
 def trained_twice(model, reference, between, reference_between, make_optimizer=sgd, optimizer_lives=True):
@@ -57,11 +50,9 @@ def trained_twice(model, reference, between, reference_between, make_optimizer=s
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_optimizers_keep_their_parameters_for_life(optimizer):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
     identities = {name: id(param) for name, param in model.named_parameters()}
-    assert_same_bits(fed_own_chunk(model, batches(), optimizer), fed_in_chunks(reference, batches(), optimizer))
+    assert_trains_bitwise_as(model, reference, batches(), optimizer)
     assert {name: id(param) for name, param in model.named_parameters()} == identities
 
 
@@ -72,10 +63,9 @@ def halved(model: nn.Module) -> dict[str, Tensor]:
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("gather", ["direct", "packed"])
 def test_loading_a_state_dict_between_steps(gather):
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     with forced(gather=gather):
-        shard(model)
+        shard_blocks(model)
     load = lambda model: model.load_state_dict(halved(model))  # noqa: E731
     trained_twice(model, reference, load, load, adamw)
 
@@ -84,19 +74,16 @@ def test_loading_a_state_dict_between_steps(gather):
 @pytest.mark.parametrize("gather", ["direct", "packed"])
 def test_loading_by_assignment_between_steps(gather):
     """assign=True registers new parameters, as in the unsharded model: an optimizer made before has lost them."""
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     with forced(gather=gather):
-        shard(model)
+        shard_blocks(model)
     load = lambda model: model.load_state_dict(halved(model), assign=True)  # noqa: E731
     trained_twice(model, reference, load, load, adamw, optimizer_lives=False)
 
 
 @on_ranks(1, 2, 3)
 def test_changing_the_dtype_of_the_model_between_steps():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
     trained_twice(model, reference, nn.Module.double, nn.Module.double, optimizer_lives=False)
     assert all(param.dtype == torch.float64 for param in model.parameters())
     assert all(param.to_local().dtype == torch.float64 for param in model.parameters())
@@ -104,7 +91,7 @@ def test_changing_the_dtype_of_the_model_between_steps():
 
 @on_ranks(1, 2, 3)
 def test_parameters_keep_their_identity_where_modules_do():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     whole = mlp()
     identities = [id(param) for param in model.parameters()]
     model.double()
@@ -130,9 +117,7 @@ def test_calls_that_may_move_parameters_between_steps(call):
             for param in model.parameters():
                 param.data = param.data.clone()
 
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
     trained_twice(model, reference, move, move, adamw)
 
 
@@ -146,9 +131,7 @@ def test_values_written_in_place_between_steps():
             model.first.weight.zero_()
             nn.init.constant_(model.last.bias, 0.25)
 
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
     trained_twice(model, reference, write, write)
 
 
@@ -156,9 +139,7 @@ def test_values_written_in_place_between_steps():
 @pytest.mark.parametrize("after", [True, False])
 def test_values_written_between_steps_are_seen_even_if_parameters_were_kept(after):
     """With reshard_after_forward=False an evaluation leaves parameters unsharded: the next forward must not use old ones."""
-    model = mlp()
-    whole = copy.deepcopy(model)
-    shard(model, reshard_after_forward=after)
+    model, whole = with_reference(mlp(), shard_blocks, reshard_after_forward=after)
     sharded = list(model.parameters())
     x = batches()[0]
     with torch.no_grad():
@@ -170,9 +151,7 @@ def test_values_written_between_steps_are_seen_even_if_parameters_were_kept(afte
 
 @on_ranks(1, 2, 3)
 def test_a_parameter_replaced_by_another_dtensor():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
     values = torch.arange(70.0).view(10, 7) / 70
 
     def replace(model: nn.Module) -> None:
@@ -195,14 +174,14 @@ def test_a_model_materialised_from_meta_by_to_empty_and_a_state_dict(gather):
     with torch.device("meta"):
         model = mlp()
     with forced(gather=gather):
-        shard(model)
+        shard_blocks(model)
     assert all(param.is_meta for param in model.parameters())
     model.to_empty(device="cpu")
     for name, param in model.named_parameters():
         value = dict(reference.named_parameters())[name]
         with torch.no_grad():
             param.copy_(distribute_tensor(value.detach(), param.device_mesh, param.placements))
-    assert_same_bits(fed_own_chunk(model, batches(), adamw), fed_in_chunks(reference, batches(), adamw))
+    assert_trains_bitwise_as(model, reference, batches(), adamw)
 
 
 @on_ranks(1, 2, 3)
@@ -211,7 +190,7 @@ def test_a_model_materialised_from_meta_by_loading(assign):
     reference = mlp()
     with torch.device("meta"):
         model = mlp()
-    shard(model)
+    shard_blocks(model)
     if not assign:
         model.to_empty(device="cpu")
     state = {
@@ -219,7 +198,7 @@ def test_a_model_materialised_from_meta_by_loading(assign):
         for name, param in model.state_dict().items()
     }
     model.load_state_dict(state, assign=assign)
-    assert_same_bits(fed_own_chunk(model, batches(), adamw), fed_in_chunks(reference, batches(), adamw))
+    assert_trains_bitwise_as(model, reference, batches(), adamw)
 
 
 @on_ranks(1, 2, 3)
@@ -227,21 +206,17 @@ def test_reset_parameters_after_to_empty():
     """Values that need no generator are those of the unsharded model."""
     with torch.device("meta"):
         model = nn.Sequential(nn.LayerNorm(7), nn.LayerNorm(7))
-    for module in model:
-        fully_shard(module, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    shard_blocks(model)
     model.to_empty(device="cpu")
     for module in model:
         module.reset_parameters()
     reference = nn.Sequential(nn.LayerNorm(7), nn.LayerNorm(7))
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(2, 3)
 def test_a_state_dict_saved_in_the_middle_of_training_is_that_of_the_unsharded_model():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
     fed_own_chunk(model, batches())
     fed_in_chunks(reference, batches())
     model(own_chunk(batches()[0]))  # leaves the root unsharded, for a backward that does not come

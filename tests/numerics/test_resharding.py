@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,9 +10,11 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import FSDPModule, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
+from harness.sharding import with_reference
 from harness.training import (
     assert_same_bits,
     assert_same_tensors,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     forced,
@@ -40,10 +40,8 @@ def is_sharded(module: nn.Module) -> bool:
 @pytest.mark.parametrize("root", [True, False, None])
 @pytest.mark.parametrize("blocks", [True, False, None])
 def test_every_reshard_after_forward_gives_the_same_numbers(blocks, root):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, blocks, root)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    model, reference = with_reference(mlp(), shard, blocks, root)
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(4)
@@ -52,11 +50,10 @@ def test_every_reshard_after_forward_gives_the_same_numbers(blocks, root):
     [("direct", 2, None), ("packed", 2, 2), ("mixed", 2, 2), ("packed", 2, None), ("packed", 1, None), ("packed", 4, 2)],
 )
 def test_resharding_to_fewer_ranks_gives_the_same_numbers(gather, blocks, root):
-    model = mlp(dim=12)
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp(dim=12))
     with forced(gather=gather):
         shard(model, blocks, root)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(4)
@@ -75,9 +72,7 @@ def test_parameters_are_sharded_over_fewer_ranks_between_forward_and_backward():
 
 @on_ranks(2, 3)
 def test_set_reshard_after_forward_holds_from_the_next_forward_on():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard)
     kept = []
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
@@ -89,17 +84,14 @@ def test_set_reshard_after_forward_holds_from_the_next_forward_on():
             model.blocks[1].set_reshard_after_forward(len(kept) % 2 == 0)
         return loss
 
-    steps = fed_own_chunk(model, batches(3), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(3), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(3), iteration=iteration)
     assert kept == [(True, True), (True, False), (True, True)]
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("root", [True, False, None])
 def test_an_evaluation_without_grad_in_between_changes_nothing(root):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, root=root)
+    model, reference = with_reference(mlp(), shard, root=root)
     evaluated: dict[bool, list[Tensor]] = {True: [], False: []}
     is_ours = False
 
@@ -143,9 +135,7 @@ def test_a_forward_without_grad_leaves_everything_sharded_for_the_optimizer():
 
 @on_ranks(1, 2, 3)
 def test_unsharding_by_hand_changes_nothing():
-    model = transformer()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(transformer(), shard)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         if isinstance(model, FSDPModule):
@@ -165,8 +155,7 @@ def test_unsharding_by_hand_changes_nothing():
             model.reshard()
         return loss
 
-    steps = fed_own_chunk(model, token_batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, token_batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, token_batches(), iteration=iteration)
 
 
 @on_ranks(2, 3)  # a single rank's shard is the unsharded parameter
@@ -193,9 +182,7 @@ def test_a_shard_written_between_unshard_and_wait_is_gathered_as_it_was(gather):
 
 @on_ranks(1, 2, 3)
 def test_unsharded_parameters_are_those_of_the_whole_model():
-    model = mlp()
-    whole = copy.deepcopy(model)
-    shard(model)
+    model, whole = with_reference(mlp(), shard)
     for ours, theirs in zip([*model.blocks, model], [*whole.blocks, whole], strict=True):
         ours.unshard()
         for (name, param), (_, expected) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
@@ -221,9 +208,7 @@ def test_a_parameter_written_while_unsharded_is_forgotten_by_reshard():
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_keeping_parameters_after_backward_serves_all_micro_batches(reshard_after_forward):
     """set_reshard_after_backward(False) together with accumulation without communication."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, reshard_after_forward, reshard_after_forward)
+    model, reference = with_reference(mlp(), shard, reshard_after_forward, reshard_after_forward)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         losses = []
@@ -238,5 +223,4 @@ def test_keeping_parameters_after_backward_serves_all_micro_batches(reshard_afte
                 assert is_sharded(model.first) == is_last
         return torch.stack(losses).mean()
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)

@@ -14,23 +14,19 @@ from torch.testing import assert_close
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches, mlp, token_batches, transformer
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     adamw,
     assert_equal_training,
     assert_same_bits,
+    assert_trains_as,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     fed_whole,
     sgd,
 )
 from harness.user_warnings import warned_on_rank_0
-
-
-def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
-    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
-
 
 # --- ties ---------------------------------------------------------------------------------------------------------------------
 
@@ -40,7 +36,7 @@ def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
 def test_a_head_tied_to_its_embedding_stays_tied(optimizer):
     model = transformer(tied=True)
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
-    shard(model)
+    shard_blocks(model)
     assert model.head.weight is model.embedding.weight
     steps = fed_own_chunk(model, token_batches(), optimizer)
     assert model.head.weight is model.embedding.weight
@@ -67,15 +63,14 @@ class TiedAcrossBlocks(nn.Module):
 @pytest.mark.parametrize("as_a_list", [True, False])
 def test_a_weight_shared_by_two_layers_of_one_group(as_a_list):
     torch.manual_seed(0)
-    model = TiedAcrossBlocks()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(TiedAcrossBlocks())
     if as_a_list:
         fully_shard([model.blocks[0], model.blocks[1], model.blocks[2]], mesh=cpu_mesh())
     else:
         fully_shard(model.blocks[1], mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
     assert model.blocks[0].weight is model.blocks[2].weight
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 class SharedModule(nn.Module):
@@ -95,12 +90,11 @@ class SharedModule(nn.Module):
 @pytest.mark.parametrize("after", [True, False])
 def test_a_module_under_two_names(after):
     torch.manual_seed(0)
-    model = SharedModule()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(SharedModule())
     fully_shard(model.first, mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard(model.middle, mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 # --- several calls --------------------------------------------------------------------------------------------------------------
@@ -128,7 +122,7 @@ def test_blocks_called_several_times_before_backward(after, needs_input_grad):
     torch.manual_seed(0)
     model = Repeated()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
-    shard(model, after)
+    shard_blocks(model, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x.clone().requires_grad_(needs_input_grad)).square().mean()
@@ -144,9 +138,7 @@ def test_blocks_called_several_times_before_backward(after, needs_input_grad):
 @pytest.mark.parametrize("after", [True, False, None])
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_two_forwards_before_one_backward(after, needs_input_grad):
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(mlp(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         first, second = (half.clone().requires_grad_(needs_input_grad) for half in x.chunk(2))
@@ -154,8 +146,7 @@ def test_two_forwards_before_one_backward(after, needs_input_grad):
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(1, 2, 3)
@@ -163,9 +154,7 @@ def test_two_forwards_before_one_backward(after, needs_input_grad):
 @pytest.mark.parametrize("in_order", [True, False])
 def test_two_forwards_then_two_backwards(after, in_order):
     """Each backward reduces what it has; the sums over micro-batches are formed after the reduction, so bounds hold, not bits."""
-    model = mlp()
-    whole = copy.deepcopy(model)
-    shard(model, after)
+    model, whole = with_reference(mlp(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         losses = [model(half).square().mean() / 2 for half in x.chunk(2)]
@@ -173,15 +162,12 @@ def test_two_forwards_then_two_backwards(after, in_order):
             loss.backward()
         return sum(losses)
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(whole, batches(), iteration=iteration))
+    assert_trains_as(model, whole, batches(), iteration=iteration)
 
 
 @on_ranks(2, 3)
 def test_a_backward_that_is_repeated_adds_the_gradient_again():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, False)
+    model, reference = with_reference(mlp(), shard_blocks, False)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().mean()
@@ -189,15 +175,12 @@ def test_a_backward_that_is_repeated_adds_the_gradient_again():
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
 @on_ranks(2, 3)
 def test_a_backward_that_is_repeated_gathers_again_what_was_freed():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, True)
+    model, reference = with_reference(mlp(), shard_blocks, True)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().mean()
@@ -205,8 +188,7 @@ def test_a_backward_that_is_repeated_gathers_again_what_was_freed():
         loss.backward()
         return loss
 
-    steps = fed_own_chunk(model, batches(), iteration=iteration)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
 # --- order ----------------------------------------------------------------------------------------------------------------------
@@ -233,9 +215,7 @@ ORDERS = [[0, 1, 2, 3], [3, 2, 1, 0], [0, 2], [1, 3, 0], [0, 1, 2, 3], [2, 2, 0]
 @pytest.mark.parametrize("after", [True, False])
 def test_an_order_that_differs_between_iterations_costs_overlap_only(after):
     torch.manual_seed(0)
-    model = Reordered()
-    reference = copy.deepcopy(model)
-    shard(model, after)
+    model, reference = with_reference(Reordered(), shard_blocks, after)
 
     def iterations():
         orders = iter([])
@@ -262,25 +242,22 @@ def test_an_order_that_differs_between_iterations_costs_overlap_only(after):
 
 @on_ranks(2, 3)
 def test_explicit_prefetch_lists_change_no_number():
-    model = mlp(num_blocks=4)
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(num_blocks=4), shard_blocks)
     blocks = list(model.blocks)
     model.set_modules_to_forward_prefetch(blocks[:2])
     blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
     blocks[1].set_modules_to_forward_prefetch([blocks[3]])  # not the one that comes next
     blocks[3].set_modules_to_backward_prefetch([blocks[2], blocks[1]])
     blocks[2].set_modules_to_backward_prefetch([blocks[0]])
-    assert_same_bits(fed_own_chunk(model, batches(4)), fed_in_chunks(reference, batches(4)))
+    assert_trains_bitwise_as(model, reference, batches(4))
 
 
 @on_ranks(2, 3)
 def test_prefetching_a_module_that_does_not_run_leaves_it_sharded_and_valid():
     torch.manual_seed(0)
-    model = Reordered()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Reordered())
     model.order = reference.order = [0, 1]
-    shard(model)
+    shard_blocks(model)
     model.blocks[1].set_modules_to_forward_prefetch([model.blocks[3]])
     model.blocks[1].set_modules_to_backward_prefetch([model.blocks[2]])
     steps = fed_own_chunk(model, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1))
@@ -363,11 +340,10 @@ class Nest(nn.Module):
 @pytest.mark.parametrize("after", [True, False, None])
 def test_groups_nested_in_groups(after):
     torch.manual_seed(0)
-    model = Nest(3)
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(Nest(3))
     for module in reversed([module for module in model.modules() if isinstance(module, Nest)]):
         fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=after)
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 class OnlyChildrenHaveParameters(nn.Module):
@@ -383,19 +359,17 @@ class OnlyChildrenHaveParameters(nn.Module):
 @on_ranks(1, 2, 3)
 def test_a_root_without_parameters_of_its_own():
     torch.manual_seed(0)
-    model = OnlyChildrenHaveParameters()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(OnlyChildrenHaveParameters())
     fully_shard(model.left, mesh=cpu_mesh())
     fully_shard(model.right, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 @on_ranks(1, 2, 3)
 def test_a_list_of_modules_as_one_group():
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     fully_shard([model.blocks[0], model.blocks[1]], mesh=cpu_mesh())
     fully_shard([model.blocks[2], model.last], mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())

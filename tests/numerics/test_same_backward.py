@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import OrderError, fully_shard, parallelize
 from harness import cpu_mesh, on_ranks
 from harness.models import batches
+from harness.sharding import with_reference
 from harness.training import assert_equal_grads, grads_of, own_chunk
 
 DIM = 7
@@ -99,8 +100,7 @@ def test_a_rank_that_does_not_call_a_group_is_an_error_by_name_on_every_rank(rou
 def roots(num_blocks: int = 4) -> tuple[nn.Module, Model]:
     """Each layer is a root of its own, below a module that nobody sharded."""
     torch.manual_seed(0)
-    reference = Model(num_blocks)
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(Model(num_blocks))
     for layer in (model.first, *model.blocks):
         fully_shard(layer, mesh=cpu_mesh())
     return model, reference
@@ -195,8 +195,7 @@ def test_ranks_that_call_groups_in_different_orders_are_told():
 @pytest.mark.slow
 def test_every_rank_of_replicas_of_shards_is_told():
     torch.manual_seed(0)
-    reference = Model()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(Model())
     for block in [*model.blocks, model]:
         fully_shard(block, mesh=cpu_mesh(2, 2), reshard_after_forward=False)
     x, *_ = batches(1)
@@ -422,8 +421,7 @@ class TiedTowers(nn.Module):
 
 def tied_towers(shifts: bool) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    reference = TiedTowers(shifts)
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(TiedTowers(shifts))
     for module in (*model.towers.values(), model):
         fully_shard(module, mesh=cpu_mesh(2, 1))
     return model, reference
@@ -465,8 +463,7 @@ def test_ranks_may_call_a_lender_different_numbers_of_times_where_the_root_keeps
 @on_ranks(2, timeout=60)
 def test_units_over_the_same_ranks_through_other_process_groups_are_compared_too():
     torch.manual_seed(0)
-    reference = Model()
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(Model())
     other = DeviceMesh.from_group(dist.new_group(), cpu_mesh().device_type, mesh_dim_names=("shard",))
     for block in model.blocks[1:3]:
         fully_shard(block, mesh=other, reshard_after_forward=False)

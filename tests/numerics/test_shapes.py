@@ -12,10 +12,12 @@ from torch.distributed.tensor import Replicate, Shard
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import with_reference
 from harness.training import (
     adamw,
     assert_equal_training,
     assert_same_bits,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     fed_whole,
@@ -103,7 +105,7 @@ def test_a_parameter_without_elements_is_left_in_peace():
     model.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
     reference = copy.deepcopy(model)
     fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+    assert_trains_bitwise_as(model, reference, batches())
 
 
 class Convolution(nn.Module):
@@ -122,8 +124,7 @@ class Convolution(nn.Module):
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_channels_last_parameters_keep_their_memory_format(dim, optimizer):
-    model = Convolution().to(memory_format=torch.channels_last)
-    whole = copy.deepcopy(model)
+    model, whole = with_reference(Convolution().to(memory_format=torch.channels_last))
     inputs = [x.to(memory_format=torch.channels_last) for x in batches(shape=(12, 3, 5, 5))]
     fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=lambda p: Shard(dim) if p.ndim == 4 else None)
     local = model.first.weight.to_local()
@@ -153,9 +154,7 @@ class Transposed(nn.Module):
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parameters_that_are_not_contiguous(dim):
-    model = Transposed()
-    whole = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=lambda p: Shard(dim))
+    model, whole = with_reference(Transposed(), fully_shard, mesh=cpu_mesh(), shard_placement_fn=lambda p: Shard(dim))
     steps = fed_own_chunk(model, batches())
     assert_equal_training(steps, fed_whole(whole, batches()))
 
@@ -177,7 +176,5 @@ class TwoDtypes(nn.Module):
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_parameters_of_several_dtypes_in_one_call(optimizer):
     # 1, 2 and 4 ranks: dividing by a power of two is exact in every dtype.
-    model = TwoDtypes()
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh())
-    assert_same_bits(fed_own_chunk(model, batches(), optimizer), fed_in_chunks(reference, batches(), optimizer))
+    model, reference = with_reference(TwoDtypes(), fully_shard, mesh=cpu_mesh())
+    assert_trains_bitwise_as(model, reference, batches(), optimizer)

@@ -12,24 +12,20 @@ from torch import Tensor, nn
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import (
     adamw,
     assert_equal_grads,
     assert_equal_training,
     assert_same_bits,
     assert_same_tensors,
+    assert_trains_bitwise_as,
     fed_in_chunks,
     fed_own_chunk,
     grads_of,
     own_chunk,
     sgd,
 )
-
-
-def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
-    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
 
 
 class Routed(nn.Module):
@@ -54,9 +50,7 @@ class Routed(nn.Module):
 def test_parameters_unused_on_every_rank_keep_no_gradient(optimizer):
     """With None instead of zeros, weight decay and momentum leave them alone, like in the unsharded model."""
     torch.manual_seed(0)
-    model = Routed()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(Routed(), shard_blocks)
     steps = fed_own_chunk(model, batches(), optimizer)
     assert steps[-1].grads["spare.weight"] is None
     assert steps[-1].grads["blocks.3.up.weight"] is None
@@ -108,12 +102,11 @@ USES = {
 def test_a_parameter_unused_on_some_ranks_gets_its_gradient_on_all(uses, after, needs_input_grad):
     """Reducing what happens to arrive would let two groups of equal shapes swap their gradients without an error."""
     torch.manual_seed(0)
-    model = ChoosingBlocks()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(ChoosingBlocks())
     if after == "one group":
         fully_shard(model, mesh=cpu_mesh())
     else:
-        shard(model, after)
+        shard_blocks(model, after)
     for x in batches(2):
         mine = own_chunk(x).clone().requires_grad_(needs_input_grad)
         model(mine, USES[uses](dist.get_rank())).square().mean().backward()
@@ -127,9 +120,7 @@ def test_a_parameter_unused_on_some_ranks_gets_its_gradient_on_all(uses, after, 
 def test_a_model_that_returns_its_input_reduces_once(after):
     """The node of its input is the node of its output: backward begins and ends in it, in this order."""
     torch.manual_seed(0)
-    model = Choosing(2)
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
+    model, reference = with_reference(Choosing(2), fully_shard, mesh=cpu_mesh(), reshard_after_forward=after)
     for x in batches():
         model(own_chunk(x).requires_grad_(), [] if dist.get_rank() == 0 else [1]).square().mean().backward()
         for rank, chunk in enumerate(x.chunk(dist.get_world_size())):
@@ -142,7 +133,7 @@ def test_a_model_that_returns_its_input_reduces_once(after):
 def test_unused_parameters_get_zeros_where_that_was_asked_for():
     torch.manual_seed(0)
     model = Routed()
-    shard(model)
+    shard_blocks(model)
     model.set_reduce_scatter_unused_params(True)
     steps = fed_own_chunk(model, batches(1))
     assert torch.count_nonzero(steps[0].grads["spare.weight"].to_local()) == 0
@@ -173,20 +164,18 @@ def test_frozen_parameters_share_a_group_with_trainable_ones(frozen, after):
     freeze(model, *FROZEN[frozen])
     model.last.requires_grad_(True)
     reference = copy.deepcopy(model)
-    shard(model, after)
-    steps = fed_own_chunk(model, batches(), adamw)
-    assert_same_bits(steps, fed_in_chunks(reference, batches(), adamw))
+    shard_blocks(model, after)
+    assert_trains_bitwise_as(model, reference, batches(), adamw)
 
 
 @on_ranks(1, 2, 3, timeout=30)
 @pytest.mark.parametrize("gather_all", [True, False])
 def test_requires_grad_may_be_toggled_between_steps(gather_all):
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     if gather_all:
         fully_shard(model, mesh=cpu_mesh())
     else:
-        shard(model)
+        shard_blocks(model)
     stages = [("first.weight",), ("weight",), (), ("bias", "scale"), ("blocks.0.up.weight",)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -202,9 +191,8 @@ def test_requires_grad_may_be_toggled_between_steps(gather_all):
 
 @on_ranks(2, 3, timeout=30)
 def test_nothing_to_train_is_no_error():
-    model = mlp()
-    whole = copy.deepcopy(model)
-    shard(model.requires_grad_(False))
+    model, whole = with_reference(mlp())
+    shard_blocks(model.requires_grad_(False))
     x = own_chunk(batches()[0]).requires_grad_()
     model(x).square().mean().backward()
     mine = x.grad
@@ -216,8 +204,7 @@ def test_nothing_to_train_is_no_error():
 
 @on_ranks(2, 3, timeout=30)
 def test_ignored_parameters_are_left_alone():
-    model = mlp()
-    reference = copy.deepcopy(model)
+    model, reference = with_reference(mlp())
     ignored = {model.blocks[0].scale, model.last.bias}
     fully_shard(model.blocks[0], mesh=cpu_mesh(), ignored_params=ignored)
     fully_shard(model, mesh=cpu_mesh(), ignored_params=ignored)
@@ -239,9 +226,7 @@ def test_ignored_parameters_are_left_alone():
 
 @on_ranks(1, 2, 3, timeout=30)
 def test_a_backward_that_reaches_only_a_part_of_the_model():
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model)
+    model, reference = with_reference(mlp(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         seen = []

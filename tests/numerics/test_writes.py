@@ -23,6 +23,7 @@ import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPError, MixedPrecisionPolicy, fully_shard
 from fsdp2.core.comm import collectives
 from harness import cpu_mesh, on_ranks
+from harness.sharding import shard_blocks
 
 DIM = 7  # uneven, and no rank of four is without rows: such a rank would not see what others have written where no counter shows it
 
@@ -181,8 +182,7 @@ WAYS: dict[str, Callable[[Run], None]] = {
 
 def sharded(reshard: Any = None, **options: Any) -> Any:
     model = Model()
-    for module in (*model.blocks, model):
-        fsdp2.fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=reshard, **options)
+    shard_blocks(model, reshard, **options)
     return model
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard
 from fsdp2.errors import ArgumentError
 from fsdp2.optim import AnyPrecisionAdamW, flat
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[Tensor]:
@@ -68,9 +67,7 @@ def test_sharded_it_computes_what_the_unsharded_model_has(is_flat: bool):
         return mlp().to(dtype)
 
     sharded, unsharded = make(torch.bfloat16), make(torch.bfloat16)
-    for block in sharded.blocks:
-        fully_shard(block, mesh=cpu_mesh(dist.get_world_size()))
-    fully_shard(sharded, mesh=cpu_mesh(dist.get_world_size()))
+    shard_blocks(sharded)
     options = {"lr": 0.01, "variance_dtype": torch.float32, "use_kahan_summation": True}
     optimizer = flat(AnyPrecisionAdamW, sharded, **options) if is_flat else AnyPrecisionAdamW(sharded.parameters(), **options)
     ordinary = AnyPrecisionAdamW(unsharded.parameters(), **options)

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2 import DiskOffloadPolicy, fully_shard
+from fsdp2 import DiskOffloadPolicy
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.core.comm import agreement
 from fsdp2.optim import offloaded
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import forward_backward
 
 
@@ -46,8 +47,7 @@ def disk_of_rank_1(call: str) -> Iterator[Any]:
 def sharded(policy: Any = None, device: str = "cpu") -> nn.Module:
     with torch.device(device):
         model = mlp()
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=cpu_mesh(), offload_policy=policy)
+    shard_blocks(model, offload_policy=policy)
     return model
 
 

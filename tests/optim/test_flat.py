@@ -24,6 +24,7 @@ from fsdp2.errors import ArgumentError
 from fsdp2.optim import FlatOptimizer, flat
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
+from harness.sharding import shard_blocks
 
 
 class Lion(Optimizer):
@@ -67,13 +68,6 @@ QUICK = ("sgd, momentum", "adamw", "a user's")
 kinds = pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 
 
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    mesh = options.pop("mesh", None) or cpu_mesh(dist.get_world_size())
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
@@ -109,7 +103,7 @@ def train(model: nn.Module, optimizer: Optimizer, data: list[Tensor], between: C
 
 def run_both(kind: str, make: Callable[[], nn.Module], data: list[Tensor], **options: Any) -> tuple[FlatOptimizer, Optimizer]:
     optimizer_class, arguments = KINDS[kind]
-    ours, theirs = sharded(make(), **options), sharded(make(), **options)
+    ours, theirs = shard_blocks(make(), **options), shard_blocks(make(), **options)
     one, other = flat(optimizer_class, ours, **arguments), optimizer_class(theirs.parameters(), **arguments)
     train(ours, one, data)
     train(theirs, other, data)
@@ -126,7 +120,7 @@ def test_a_flat_optimizer_gives_what_the_ordinary_one_gives(kind):
 
 @on_ranks(2)
 def test_rprop_which_dtensors_refuse_trains_as_unsharded():
-    ours, unsharded = sharded(mlp()), mlp()
+    ours, unsharded = shard_blocks(mlp()), mlp()
     train(ours, flat(torch.optim.Rprop, ours, lr=0.01), batches(4))
     train(unsharded, torch.optim.Rprop(unsharded.parameters(), lr=0.01), batches(4))
     for param, expected in zip(ours.parameters(), unsharded.parameters(), strict=True):
@@ -136,7 +130,7 @@ def test_rprop_which_dtensors_refuse_trains_as_unsharded():
 @pytest.mark.slow
 @on_ranks(2)
 def test_fused_kernels_of_the_cpu_differ_by_rounding_alone():
-    ours, theirs = sharded(mlp()), sharded(mlp())
+    ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
     train(ours, flat(torch.optim.AdamW, ours, lr=0.01, fused=True), batches(4))
     train(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.01, fused=True), batches(4))
     for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -145,7 +139,7 @@ def test_fused_kernels_of_the_cpu_differ_by_rounding_alone():
 
 @on_ranks(2)
 def test_one_tensor_stands_for_the_neighbors_in_a_flat_shard():
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     optimizer = flat(torch.optim.AdamW, model)
     train(model, optimizer, batches(1))
     num_groups = sum(len(module._get_fsdp_state().groups) for module in [*model.blocks, model])
@@ -156,7 +150,7 @@ def test_one_tensor_stands_for_the_neighbors_in_a_flat_shard():
 
 @on_ranks(2)
 def test_matrices_and_vectors_of_a_group_are_a_stretch_each():
-    model = sharded(transformer())
+    model = shard_blocks(transformer())
     params = list(model.blocks[0].parameters())
     groups = [{"params": [param for param in params if param.dim() > 1]}, {"params": [param for param in params if param.dim() == 1]}]
     optimizer = flat(torch.optim.AdamW, groups)
@@ -193,7 +187,7 @@ def test_groups_of_hyperparameters_and_a_scheduler():
         others = [param for param in model.parameters() if param.dim() <= 1]
         return [{"params": decays, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
 
-    ours, theirs = sharded(mlp()), sharded(mlp())
+    ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
     one, other = flat(torch.optim.AdamW, groups(ours), lr=0.01), torch.optim.AdamW(groups(theirs), lr=0.01)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (one, other)]
     train(ours, one, batches(3), schedulers[0].step)
@@ -226,7 +220,7 @@ def test_edits_of_the_groups_of_hyperparameters_between_steps_count():
             optimizer.state[param] = {"momentum_buffer": torch.ones_like(param)}
 
     for edit in (extend, replace, pop, append, append_with_state):
-        ours, theirs = sharded(mlp()), sharded(mlp())
+        ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
         for model, make in ((ours, flat), (theirs, lambda optimizer_class, *args, **options: optimizer_class(*args, **options))):
             *params, last, bias = model.parameters()
             optimizer = make(torch.optim.SGD, params, lr=0.1, momentum=0.9)
@@ -270,7 +264,7 @@ def test_parameters_without_a_gradient_keep_their_state_and_their_number_of_step
 
 @on_ranks(2)
 def test_gradients_that_were_replaced_or_changed_are_the_ones_that_count():
-    ours, theirs = sharded(mlp()), sharded(mlp())
+    ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
     one, other = flat(torch.optim.SGD, ours, lr=0.1, momentum=0.9), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
     for x in batches(2):
         for model, optimizer in ((ours, one), (theirs, other)):
@@ -291,7 +285,7 @@ def test_frozen_and_ignored_parameters_and_those_of_other_modules():
         model = mlp()
         for param in model.blocks[0].parameters():
             param.requires_grad_(False)
-        model = sharded(model, ignored_params={next(model.blocks[1].parameters())})
+        model = shard_blocks(model, ignored_params={next(model.blocks[1].parameters())})
         torch.manual_seed(1)
         head = nn.Linear(5, 1)
         return model, head, [*model.parameters(), *head.parameters()]
@@ -329,7 +323,7 @@ def test_what_is_written_into_the_state_between_steps_counts_as_with_the_ordinar
 
     kind = "a user's" if change == "a number" else "adamw"
     optimizer_class, arguments = KINDS[kind]
-    ours, theirs = sharded(mlp()), sharded(mlp())
+    ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
     one, other = flat(optimizer_class, ours, **arguments), optimizer_class(theirs.parameters(), **arguments)
     for model, optimizer in ((ours, one), (theirs, other)):
         train(model, optimizer, batches(2))
@@ -357,7 +351,7 @@ def test_what_is_written_into_the_state_before_a_first_step_or_behind_a_load_cou
         optimizer.state.clear()
 
     for is_loaded, write in ((False, give_all), (False, give_one), (True, give_one), (True, pop), (True, clear)):
-        ours, theirs = sharded(mlp()), sharded(mlp())
+        ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
         one, other = flat(torch.optim.SGD, ours, lr=0.1, momentum=0.9), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
         for model, optimizer in ((ours, one), (theirs, other)):
             if is_loaded:
@@ -374,7 +368,7 @@ def test_what_is_written_into_the_state_before_a_first_step_or_behind_a_load_cou
 @pytest.mark.parametrize("through_torch", [True, False])
 def test_state_dicts_of_flat_and_ordinary_optimizers_load_into_each_other(ours_first, through_torch):
     def make(is_flat: bool) -> tuple[nn.Module, Optimizer]:
-        model = sharded(mlp())
+        model = shard_blocks(mlp())
         if is_flat:
             return model, flat(torch.optim.AdamW, model, lr=0.05)
         return model, torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -396,7 +390,7 @@ def test_state_dicts_of_flat_and_ordinary_optimizers_load_into_each_other(ours_f
 
 @on_ranks(2)
 def test_checkpointer_and_dcp_resume_a_flat_optimizer(tmp_path: Path):
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     optimizer = flat(torch.optim.AdamW, model, lr=0.05)
     train(model, optimizer, batches(2))
     Checkpointer(tmp_path / "ours", model, optimizer, asynchronous=False).save(1)
@@ -404,19 +398,19 @@ def test_checkpointer_and_dcp_resume_a_flat_optimizer(tmp_path: Path):
     weights = copy.deepcopy(model.state_dict())
     train(model, optimizer, batches(2, seed=5))
 
-    other = sharded(mlp(seed=3))
+    other = shard_blocks(mlp(seed=3))
     resumed = torch.optim.AdamW(other.parameters(), lr=0.05)
     Checkpointer(tmp_path / "ours", other, resumed).load()
     train(other, resumed, batches(2, seed=5))
     assert_same_model(other, model)
 
-    again = sharded(mlp(seed=3))
+    again = shard_blocks(mlp(seed=3))
     resumed_flat = flat(torch.optim.AdamW, again, lr=0.5)
     Checkpointer(tmp_path / "ours", again, resumed_flat).load()
     train(again, resumed_flat, batches(2, seed=5))
     assert_same_model(again, model)
 
-    third = sharded(mlp(seed=3))
+    third = shard_blocks(mlp(seed=3))
     third.load_state_dict(weights)
     flat_again = flat(torch.optim.AdamW, third, lr=0.5)
     state = {"optimizer": get_optimizer_state_dict(third, flat_again)}
@@ -430,11 +424,11 @@ def test_checkpointer_and_dcp_resume_a_flat_optimizer(tmp_path: Path):
 def test_an_optimizer_that_was_made_on_the_meta_device_steps_after_materializing():
     with torch.device("meta"):
         model = mlp()
-    sharded(model)
+    shard_blocks(model)
     optimizer = flat(torch.optim.AdamW, model, lr=0.05)
     model.to_empty(device="cpu")
-    model.load_state_dict(sharded(mlp()).state_dict())
-    other = sharded(mlp())
+    model.load_state_dict(shard_blocks(mlp()).state_dict())
+    other = shard_blocks(mlp())
     ordinary = torch.optim.AdamW(other.parameters(), lr=0.05)
     train(model, optimizer, batches(2))
     train(other, ordinary, batches(2))
@@ -443,7 +437,7 @@ def test_an_optimizer_that_was_made_on_the_meta_device_steps_after_materializing
 
 @on_ranks(2)
 def test_a_model_that_is_cast_between_steps_keeps_its_state():
-    ours, theirs = sharded(mlp()), sharded(mlp())
+    ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
     one, other = flat(torch.optim.SGD, ours, lr=0.1, momentum=0.5), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.5)
     for model, optimizer in ((ours, one), (theirs, other)):
         train(model, optimizer, batches(2))
@@ -458,7 +452,7 @@ def test_a_model_that_is_cast_between_steps_keeps_its_state():
 
 @on_ranks(2)
 def test_a_closure_is_run_once_and_its_loss_returned():
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     optimizer = flat(torch.optim.SGD, model, lr=0.1)
     before = [whole(param.detach()).clone() for param in model.parameters()]
 
@@ -474,7 +468,7 @@ def test_a_closure_is_run_once_and_its_loss_returned():
 @on_ranks(2)
 def test_an_optimizer_for_each_parameter_steps_inside_backward():
     def hooked(make: Callable[[Tensor], Optimizer]) -> nn.Module:
-        model = sharded(mlp())
+        model = shard_blocks(mlp())
         for param in model.parameters():
             optimizer = make(param)
 
@@ -517,7 +511,7 @@ def test_what_is_not_elementwise_is_refused_with_the_reason():
             for param in self.param_groups[0]["params"]:
                 self.state[param]["scales"] = torch.stack([block.abs().amax() for block in param.detach().flatten().split(4)])
 
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     for refused in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, Normed, Drawn, Quantized):
         with pytest.raises(ArgumentError, match=f"{refused.__name__} is not element-wise"):
             flat(refused, model, lr=0.1)
@@ -527,7 +521,7 @@ def test_what_is_not_elementwise_is_refused_with_the_reason():
 
 @on_ranks(2)
 def test_a_thousand_steps_leave_no_more_objects_than_ten():
-    model = sharded(mlp(num_blocks=1))
+    model = shard_blocks(mlp(num_blocks=1))
     optimizer = flat(torch.optim.AdamW, model, lr=1e-3)
     x = batches(1)[0]
     train(model, optimizer, [x] * 10)
@@ -552,7 +546,7 @@ CLIPPED: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 )
 def test_a_step_that_clips_is_clipping_and_a_step(kind, norm_type):
     optimizer_class, arguments = CLIPPED[kind][0], CLIPPED[kind][1].copy()
-    ours, theirs, unsharded = sharded(mlp()), sharded(mlp()), mlp()
+    ours, theirs, unsharded = shard_blocks(mlp()), shard_blocks(mlp()), mlp()
     one = flat(optimizer_class, ours, **arguments)
     arguments.pop("fused", None)  # which torch refuses for DTensors, but for Adam
     others = [optimizer_class(model.parameters(), **arguments) for model in (theirs, unsharded)]
@@ -580,7 +574,7 @@ def test_a_step_that_clips_is_clipping_and_a_step(kind, norm_type):
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_clips_leaves_clipped_gradients_where_the_user_replaced_some(fused):
     """Those of a whole group were left unclipped, as ``step`` had clipped a copy."""
-    ours, theirs = sharded(mlp()), sharded(mlp())
+    ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
     optimizer = flat(torch.optim.SGD, ours, lr=0.1, fused=fused)
     for model in (ours, theirs):
         model(batches(1)[0]).square().mean().backward()
@@ -596,7 +590,7 @@ def test_a_step_that_clips_leaves_clipped_gradients_where_the_user_replaced_some
 @on_ranks(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_clips_works_with_a_scaler_and_a_scheduler_and_nan_is_gone_after_it(fused):
-    ours, theirs = sharded(mlp()), sharded(mlp())
+    ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
     one, other = flat(torch.optim.AdamW, ours, lr=0.1, fused=fused), torch.optim.AdamW(theirs.parameters(), lr=0.1, fused=fused)
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (one, other)]
@@ -621,7 +615,7 @@ def test_a_step_that_clips_works_with_a_scaler_and_a_scheduler_and_nan_is_gone_a
 @on_ranks(2)
 def test_a_gradient_scaler_skips_a_step_with_infs():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    ours, theirs = sharded(mlp()), sharded(mlp())
+    ours, theirs = shard_blocks(mlp()), shard_blocks(mlp())
     one, other = flat(torch.optim.AdamW, ours, lr=0.1), torch.optim.AdamW(theirs.parameters(), lr=0.1)
     other_scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step, x in enumerate(batches(3)):

@@ -8,22 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from fsdp2 import fully_shard
 from fsdp2.optim import DiskOffloadPolicy, flat, offloaded
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 
 
 def sharded() -> nn.Module:
     model = mlp()
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(dist.get_world_size()))
-    return fully_shard(model, mesh=cpu_mesh(dist.get_world_size()))
+    return shard_blocks(model)
 
 
 def train(model: nn.Module, optimizer: Optimizer, data: list[Tensor]) -> None:

@@ -11,6 +11,7 @@ from fsdp2 import fully_shard
 from fsdp2.optim import GradScaler, flat
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 
 
 class WithPlain(nn.Module):
@@ -49,9 +50,7 @@ def test_infinity_on_one_rank_skips_the_step_on_all(is_flat: bool, where: str) -
 @on_ranks(2)
 def test_of_two_optimizers_only_the_one_with_the_infinity_skips() -> None:
     model = mlp()
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(2))
-    fully_shard(model, mesh=cpu_mesh(2))
+    shard_blocks(model, mesh=cpu_mesh(2))
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]
     optimizers = [flat(torch.optim.SGD, first, lr=1.0), flat(torch.optim.SGD, second, lr=1.0)]
     scaler = GradScaler("cpu", init_scale=4.0)

@@ -20,16 +20,10 @@ from fsdp2.optim.muon import orthogonalized
 from fsdp2.optim.whole_matrices import Cut, Job, compute_by_owners, rounds_of
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.training import state_of
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
-
-
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    mesh = options.pop("mesh", None) or cpu_mesh(dist.get_world_size())
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 def unsharded_optimizers(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
@@ -59,7 +53,7 @@ def assert_close(model: nn.Module, expected: nn.Module) -> None:
 @on_ranks(1, 2)
 @pytest.mark.parametrize("adjustment", [None, "match_rms_adamw"])
 def test_sharded_muon_trains_as_torchs_does_unsharded(adjustment):
-    model, unsharded = sharded(mlp()), mlp()
+    model, unsharded = shard_blocks(mlp()), mlp()
     train(model, [Muon(model, **OPTIONS, adjust_lr_fn=adjustment)], batches(3))
     train(unsharded, unsharded_optimizers(unsharded, adjust_lr_fn=adjustment), batches(3))
     assert_close(model, unsharded)
@@ -70,8 +64,7 @@ def test_sharded_muon_trains_as_torchs_does_unsharded(adjustment):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_uneven_and_empty_shards_on_any_dim(dim):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 2), nn.Tanh(), nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
-    unsharded = copy.deepcopy(model)
+    model, unsharded = with_reference(nn.Sequential(nn.Linear(7, 2), nn.Tanh(), nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)))
     fully_shard(model, mesh=cpu_mesh(3), shard_placement_fn=lambda param: Shard(dim if param.dim() > 1 else 0))
     train(model, [Muon(model, **OPTIONS)], batches(3))
     train(unsharded, unsharded_optimizers(unsharded), batches(3))
@@ -82,7 +75,7 @@ def test_uneven_and_empty_shards_on_any_dim(dim):
 @on_ranks(4)
 def test_hsdp():
     model, unsharded = (
-        sharded(mlp(), mesh=dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
+        shard_blocks(mlp(), mesh=dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
         mlp(),
     )
     train(model, [Muon(model, **OPTIONS)], batches(3))
@@ -124,7 +117,7 @@ def test_a_batch_of_experts_is_made_orthogonal_matrix_by_matrix(dim):
 
 @on_ranks(2)
 def test_groups_say_what_gets_muon_and_state_dicts_load():
-    model = sharded(mlp())
+    model = shard_blocks(mlp())
     first, *rest = list(model.parameters())
     groups = [{"params": [first], "use_muon": False, "lr": 0.5}, {"params": rest}]
     optimizer = Muon(groups, **OPTIONS)
@@ -134,7 +127,7 @@ def test_groups_say_what_gets_muon_and_state_dicts_load():
     matrix = next(param for param in rest if param.dim() == 2)
     assert isinstance(optimizer.state[matrix]["momentum_buffer"], DTensor)
 
-    other = sharded(mlp(seed=4))
+    other = shard_blocks(mlp(seed=4))
     other.load_state_dict(model.state_dict())
     one, *others = list(other.parameters())
     resumed = Muon([{"params": [one], "use_muon": False}, {"params": others}], **OPTIONS)

@@ -22,14 +22,13 @@ from fsdp2.optim import AnyPrecisionAdamW, DiskOffloadPolicy, flat, offloaded
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import Step, adamw, assert_same_bits, assert_same_tensor, fed_in_chunks, fed_own_chunk, forward_backward
 
 
 def sharded(num_blocks: int = 3) -> nn.Module:
     model = mlp(num_blocks=num_blocks)
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh())
-    return fully_shard(model, mesh=cpu_mesh())
+    return shard_blocks(model)
 
 
 def states_of(optimizer: Any, model: nn.Module) -> dict[str, Any]:

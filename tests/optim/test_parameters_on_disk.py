@@ -24,8 +24,9 @@ from fsdp2.testing import pretend
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.pretend_training import on_host
+from harness.sharding import shard_blocks
 from harness.subclasses import InDtype, RowInt8, Wrapper, wrap_weights
-from harness.training import Step, adamw, assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward
+from harness.training import Step, adamw, assert_same_bits, assert_trains_bitwise_as, fed_in_chunks, fed_own_chunk, forward_backward
 
 
 def sharded(
@@ -34,9 +35,7 @@ def sharded(
     mesh = cpu_mesh() if device_type == "cpu" else init_device_mesh(device_type, (torch.distributed.get_world_size(),))
     model = make(num_blocks=num_blocks).to(device_type)
     policy = DiskOffloadPolicy(folder, read_ahead=read_ahead)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, offload_policy=policy)
-    return fully_shard(model, mesh=mesh, offload_policy=policy)
+    return shard_blocks(model, mesh=mesh, offload_policy=policy)
 
 
 def without_grads(steps: list[Step]) -> list[Step]:
@@ -58,8 +57,7 @@ def test_a_model_in_files_trains_as_the_unsharded_model(tmp_path):
 @pytest.mark.slow
 def test_a_model_in_files_trains_on_a_device_that_runs_late(tmp_path):
     resident = mlp()
-    for module in (*resident.blocks, resident):
-        fully_shard(module, mesh=cpu_mesh())
+    shard_blocks(resident)
     inputs = batches(3, (8, 7))
     expected = on_host(fed_own_chunk(resident, inputs, adamw))
     for seed in (None, 0, 1):
@@ -114,7 +112,7 @@ def test_copies_state_dicts_and_writes_in_place_work_as_in_memory(tmp_path):
         with torch.no_grad():
             for param in each.parameters():
                 param.mul_(0.5)
-    assert_same_bits(fed_own_chunk(model, batches(2), adamw), fed_in_chunks(reference, batches(2), adamw))
+    assert_trains_bitwise_as(model, reference, batches(2), adamw)
     for name, param in twin.named_parameters():
         assert torch.equal(param.full_tensor(), state[name])
 
@@ -124,8 +122,7 @@ def test_copies_state_dicts_and_writes_in_place_work_as_in_memory(tmp_path):
 def test_parameters_that_gather_themselves_are_in_files_and_train_as_in_memory(kind, tmp_path):
     """They stayed in host memory, for they lie in no flat shard: a file is the memory of the tensors that their class wraps."""
     resident = wrap_weights(mlp(), kind)
-    for module in (*resident.blocks, resident):
-        fully_shard(module, mesh=cpu_mesh())
+    shard_blocks(resident)
     model = sharded(tmp_path, make=lambda num_blocks: wrap_weights(mlp(num_blocks=num_blocks), kind))
     twin = copy.deepcopy(model)
     expected = fed_own_chunk(resident, batches(), adamw)

@@ -17,14 +17,13 @@ from fsdp2.optim import AnyPrecisionAdamW, Muon, flat, offloaded
 from fsdp2.testing import pretend
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import adamw, own_chunk
 
 
 def sharded(**options: object) -> nn.Module:
     model = mlp()
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=cpu_mesh(), **options)
-    return fsdp2.fully_shard(model, mesh=cpu_mesh(), **options)
+    return shard_blocks(model, **options)
 
 
 @contextlib.contextmanager

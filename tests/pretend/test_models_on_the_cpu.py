@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2 import fully_shard
 from fsdp2.testing import pretend
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import MLP, batches, mlp
+from harness.sharding import shard_blocks, with_reference
 from harness.subclasses import RowInt8, wrap_weights
-from harness.training import adamw, assert_same_bits, fed_in_chunks, fed_own_chunk
+from harness.training import adamw, assert_same_bits, assert_trains_bitwise_as, fed_own_chunk
 
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -47,12 +47,6 @@ def watched() -> Watched:
     return Watched()
 
 
-def shard(model: nn.Module, **options) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), **options)
-    return fully_shard(model, mesh=cpu_mesh(), **options)
-
-
 def devices_of(model: nn.Module) -> set[str]:
     """Of each parameter, its local tensor and its gradient, and of each buffer, as types say it and as memory does."""
     tensors = [*model.parameters(), *model.buffers(), *(param.grad for param in model.parameters() if param.grad is not None)]
@@ -64,34 +58,33 @@ def devices_of(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}, {"reshard_after_forward": False}], ids=["fp32", "bf16", "kept"])
 def test_everything_is_on_the_device_from_fully_shard_on_and_trains_as_it_does_moved_before(options):
     model, moved = watched(), watched().to("pretend").tie()  # on such a device ``Module.to`` cuts ties
-    shard(model, **options)
+    shard_blocks(model, **options)
     assert devices_of(model) == {"pretend"}
     steps = fed_own_chunk(model, batches(3, (8, 7)), adamw)
     assert model.seen == {"pretend"}
     assert devices_of(model) == {"pretend"}
     assert {value.device.type for value in model.state_dict().values()} == {"pretend"}
-    assert_same_bits(steps, fed_own_chunk(shard(moved, **options), [x.to("pretend") for x in batches(3, (8, 7))], adamw))
+    assert_same_bits(steps, fed_own_chunk(shard_blocks(moved, **options), [x.to("pretend") for x in batches(3, (8, 7))], adamw))
 
 
 @on_ranks(2, device="pretend")
 def test_its_numbers_are_those_of_the_model_that_stays_on_the_cpu():
-    model = watched()
-    reference = copy.deepcopy(model)
-    assert_same_bits(fed_own_chunk(shard(model), batches(3, (8, 7))), fed_in_chunks(reference, batches(3, (8, 7))))
+    model, reference = with_reference(watched())
+    assert_trains_bitwise_as(shard_blocks(model), reference, batches(3, (8, 7)))
 
 
 @on_ranks(2, device="pretend")
 def test_the_memory_on_the_cpu_is_given_up():
     model = mlp()
     storages = [weakref.ref(param.untyped_storage()) for param in model.parameters()]
-    shard(model)
+    shard_blocks(model)
     gc.collect()
     assert [reference for reference in storages if reference() is not None] == []
 
 
 @on_ranks(2, device="pretend")
 def test_parameters_with_extensions_are_moved_as_well():
-    model = shard(wrap_weights(mlp(), RowInt8))
+    model = shard_blocks(wrap_weights(mlp(), RowInt8))
     assert devices_of(model) == {"pretend"}
     model(batches(1, (4, 7))[0]).square().mean().backward()
     assert devices_of(model) == {"pretend"}
@@ -99,7 +92,7 @@ def test_parameters_with_extensions_are_moved_as_well():
 
 @on_ranks(2, device="pretend")
 def test_a_copy_and_a_state_dict_of_the_cpu_stay_on_the_device():
-    model = shard(mlp())
+    model = shard_blocks(mlp())
     twin = copy.deepcopy(model)
     whole = {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
     twin.load_state_dict(whole)
@@ -109,7 +102,7 @@ def test_a_copy_and_a_state_dict_of_the_cpu_stay_on_the_device():
 
 @on_ranks(2, device="pretend")
 def test_under_offload_the_shards_stay_on_the_host_and_are_computed_with_on_the_device():
-    model = shard(watched(), offload_policy=fsdp2.CPUOffloadPolicy())
+    model = shard_blocks(watched(), offload_policy=fsdp2.CPUOffloadPolicy())
     assert {param.device.type for param in model.parameters()} == {"cpu"}
     assert all(param.to_local().is_pinned() for param in model.parameters() if param.numel() > 1)
     assert {buffer.device.type for buffer in model.buffers()} == {"pretend"}
@@ -122,9 +115,9 @@ def test_under_offload_the_shards_stay_on_the_host_and_are_computed_with_on_the_
 @on_ranks(2, device="pretend")
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "shards"])
 def test_values_of_the_cpu_that_were_assigned_are_refused_before_the_first_gather_until_they_are_moved(whole):
-    values = {name: value.cpu() for name, value in (mlp() if whole else shard(mlp())).state_dict().items()}
+    values = {name: value.cpu() for name, value in (mlp() if whole else shard_blocks(mlp())).state_dict().items()}
     with torch.device("meta"):
-        model = shard(mlp())
+        model = shard_blocks(mlp())
     model.load_state_dict(values, assign=True)
     x = batches(1, (4, 7))[0]
     pretend.reset_counts()

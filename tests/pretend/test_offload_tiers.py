@@ -18,6 +18,7 @@ from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.models import batches, mlp
 from harness.pretend_training import on_host
+from harness.sharding import shard_blocks
 from harness.training import Step, adamw, assert_same_bits, fed_own_chunk, forward_backward, sgd
 
 
@@ -54,9 +55,7 @@ def with_states_on_the_host(
 ) -> list[Step]:
     mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
     model = mlp(num_blocks=4).to(device_type)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
+    shard_blocks(model, mesh=mesh)
     inputs = [x.to(device_type) for x in batches(3, (8, 7))]
     if device_type == "cpu":
         return on_host(fed_own_chunk(model, inputs, adamw, clipped if max_norm else forward_backward))

@@ -12,14 +12,14 @@ from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.models import batches, mlp
 from harness.pretend_training import BF16, on_host
+from harness.sharding import shard_blocks
 from harness.training import assert_same_bits, fed_own_chunk, forward_backward, own_chunk, sgd
 
 
 def sharded(policy: Any, device_type: str = "pretend", **options: Any) -> Any:
     mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
     model: Any = mlp().to(device_type)
-    for module in (*model.blocks, model):
-        fsdp2.fully_shard(module, mesh=mesh, offload_policy=policy, **options)
+    shard_blocks(model, mesh=mesh, offload_policy=policy, **options)
     return model
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
-import fsdp2
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import own_chunk, sgd
 
 DEVICES = ("cpu", "pretend")
@@ -24,9 +24,7 @@ DEVICES = ("cpu", "pretend")
 def sharded(device_type: str) -> Any:
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     model = mlp().to(device_type)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh)
-    return fsdp2.fully_shard(model, mesh=mesh)
+    return shard_blocks(model, mesh=mesh)
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from fsdp2.errors import ArgumentError, ParameterError
 from harness import cpu_mesh, on_ranks
+from harness.sharding import with_reference
 
 
 class Lora(nn.Module):
@@ -175,8 +176,7 @@ def test_peft_itself_merges_to_the_same_weights():
     torch.manual_seed(0)
     settings = transformers.LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, modules_to_save=["lm_head"])
-    reference = peft.get_peft_model(transformers.LlamaForCausalLM(settings), config)
-    model = copy.deepcopy(reference)
+    model, reference = with_reference(peft.get_peft_model(transformers.LlamaForCausalLM(settings), config))
     expected = reference.merge_and_unload().state_dict()
     for layer in model.base_model.model.model.layers:
         fsdp2.fully_shard(layer, mesh=cpu_mesh())

@@ -18,19 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.checkpoint import CheckpointError
-from fsdp2.errors import ArgumentError, PublishError
+from fsdp2.errors import ArgumentError, FSDPError, PublishError
 from fsdp2.publishing import Stream, read_file, to_file
 from fsdp2.publishing import weights as weights_module
-from harness import cpu_mesh, on_ranks
+from harness import on_ranks
 from harness.models import batches, mlp
+from harness.sharding import shard_blocks
 from harness.training import fed_own_chunk
 
 
 def sharded(mesh: DeviceMesh | None = None, num_blocks: int = 3) -> Any:
     model = mlp(num_blocks=num_blocks)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh or cpu_mesh())
-    return fsdp2.fully_shard(model, mesh=mesh or cpu_mesh())
+    return shard_blocks(model, mesh=mesh)
 
 
 def assert_same(received: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
@@ -132,6 +131,31 @@ def test_a_consumer_that_dies_is_an_error_on_all_ranks_and_training_goes_on():
         assert torch.equal(published[name], param.full_tensor()), name
 
 
+def _twice(stream: Stream) -> None:
+    assert dict(stream)
+    list(stream)
+
+
+MISUSES = {
+    "sends again": (lambda weights: lambda stream: weights.send(None), "one send at a time"),
+    "iterates the weights": (lambda weights: lambda stream: dict(weights), "one send at a time"),
+    "iterates twice": (lambda weights: _twice, "one iteration"),
+    "writes into no folder": (lambda weights: to_file("/no/such/folder/weights"), "/no/such/folder is not a folder"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_a_sink_that_misuses_what_it_gets_is_named_on_all_ranks_and_weights_can_be_sent_again(misuse: str):
+    weights = fsdp2.publish(sharded())
+    make_sink, text = MISUSES[misuse]
+    with pytest.raises(FSDPError, match=text):
+        weights.send(make_sink(weights) if dist.get_rank() == 1 else None)
+    received: dict[str, Any] = {}
+    weights.send(received.update)
+    assert_same(received)
+
+
 # --- files ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -157,11 +181,12 @@ def test_a_file_has_all_of_one_version_and_readers_keep_theirs(tmp_path):
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1)
+    weights.version = 41  # of a job that was restarted
     weights.send(to_file(path) if rank == 0 else None)
     if rank == 0:
         second = read_file(path, 1)
         assert second is not None
-        assert second.version == 2
+        assert second.version == 42
         assert all(torch.equal(each, kept[name] + 1) for name, each in second.tensors.items())
         assert all(torch.equal(each, kept[name]) for name, each in first.tensors.items())
         before = path.read_bytes()

@@ -25,6 +25,7 @@ from fsdp2.strategy import STRATEGIES
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes
 from harness.models import batches, mlp, token_batches, transformer
+from harness.sharding import with_reference
 from harness.subclasses import RowInt8, wrap_weights
 
 
@@ -122,8 +123,7 @@ def test_uneven_shards_of_another_dim():
 def test_odd_tensors():
     for who, shard in SHARDS.items():
         torch.manual_seed(0)
-        reference = Odd()
-        model = copy.deepcopy(reference)
+        model, reference = with_reference(Odd())
         in_one(shard, model, mesh=cpu_mesh())
         for dtype in (None, torch.bfloat16):
             check(model, full(reference), (who, dtype), dtype)
@@ -132,8 +132,7 @@ def test_odd_tensors():
 @on_ranks(4)
 def test_every_strategy_and_mesh():
     for strategy, row in STRATEGIES.items():
-        reference = mlp()
-        model = copy.deepcopy(reference)
+        model, reference = with_reference(mlp())
         fsdp2.parallelize(model, strategy, wrap=[type(model.blocks[0])], shard_size=2 if row.is_hybrid else None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model(batches(1)[0]).square().mean().backward()
@@ -164,8 +163,7 @@ def test_tensor_parallelism_with_and_without_sharding():
     mesh = cpu_mesh(2, 2, names=("dp", "tp"))
     for who, shard in {**SHARDS, "nobody": None}.items():
         torch.manual_seed(0)
-        reference = nn.Sequential(Feed(), Feed(), nn.Linear(6, 2))
-        model = copy.deepcopy(reference)
+        model, reference = with_reference(nn.Sequential(Feed(), Feed(), nn.Linear(6, 2)))
         for feed in model[:2]:
             parallelize_module(feed, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if shard is not None:

@@ -18,22 +18,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, accumulate, fully_shard, parallelize
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, accumulate, parallelize
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.core.iteration.module_state import unit_of
 from fsdp2.errors import OrderError
 from fsdp2.strategy import STRATEGIES
-from harness import cpu_mesh, device_type, on_ranks
+from harness import device_type, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
-from harness.training import (
-    adamw,
-    assert_equal_training,
-    fed_in_chunks,
-    fed_own_chunk,
-    fed_whole,
-    own_chunk,
-    sgd,
-)
+from harness.sharding import shard_blocks
+from harness.training import adamw, assert_equal_training, assert_trains_as, fed_own_chunk, fed_whole, own_chunk, sgd
 
 
 def sharded(model: nn.Module, strategy: str, **options: Any) -> nn.Module:
@@ -69,8 +62,7 @@ def test_training_equals_the_unsharded_model(strategy):
 
 
 def trains_as_the_unsharded_model(strategy: str) -> None:
-    steps = fed_own_chunk(sharded(transformer(tied=True), strategy), token_batches())
-    assert_equal_training(steps, fed_in_chunks(transformer(tied=True), token_batches()))
+    assert_trains_as(sharded(transformer(tied=True), strategy), transformer(tied=True), token_batches())
 
 
 @on_ranks(4)
@@ -105,9 +97,7 @@ def test_training_is_bitwise_that_of_ddp(strategy, wrap):
 def test_mixed_precision_is_bitwise_that_of_fully_shard(strategy):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = mlp()
-    for block in expected.blocks:
-        fully_shard(block, mesh=cpu_mesh(), mp_policy=policy)
-    fully_shard(expected, mesh=cpu_mesh(), mp_policy=policy)
+    shard_blocks(expected, mp_policy=policy)
     steps = fed_own_chunk(sharded(mlp(), strategy, mp_policy=policy), batches(), adamw)
     reference = fed_own_chunk(expected, batches(), adamw)
     for ours, theirs in zip(steps, reference, strict=True):
@@ -162,8 +152,7 @@ def test_an_exception_and_zero_grad_discard_what_was_accumulated(strategy):
     with accumulate(model):
         model(own_chunk(y)).square().mean().backward()
     model.zero_grad()
-    steps = fed_own_chunk(model, [x])
-    assert_equal_training(steps, fed_in_chunks(reference, [x]))
+    assert_trains_as(model, reference, [x])
 
 
 @on_ranks(2, timeout=40)
@@ -183,7 +172,7 @@ def test_evaluation_and_a_step_between_micro_batches_see_the_parameters_of_now(s
         optimizer.zero_grad()
     with torch.no_grad():
         torch.testing.assert_close(model(y), reference(y))
-    assert_equal_training(fed_own_chunk(model, [x]), fed_in_chunks(reference, [x]))
+    assert_trains_as(model, reference, [x])
 
 
 @on_ranks(2, timeout=40)

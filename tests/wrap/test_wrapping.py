@@ -13,7 +13,7 @@ from fsdp2.core.iteration.module_state import unit_of
 from fsdp2.wrap import by_class, by_name, by_size, enable_wrap, plan, wrap
 from harness import on_ranks
 from harness.models import Block, batches, mlp, token_batches, transformer
-from harness.training import assert_equal_training, fed_in_chunks, fed_own_chunk, own_chunk
+from harness.training import assert_trains_as, own_chunk
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,7 +32,7 @@ def test_parallelize_makes_the_groups_of_the_plan_and_trains(policy):
     for group in planned.groups:
         of_unit = [param for made in unit_of(group.modules[0]).groups for param in made.params]
         assert len(of_unit) == len(group.params)
-    assert_equal_training(fed_own_chunk(model, token_batches()), fed_in_chunks(reference, token_batches()))
+    assert_trains_as(model, reference, token_batches())
 
 
 def tiny(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -127,7 +127,7 @@ def test_modules_are_wrapped_while_they_are_built(strategy):
     assert sharded_names(model) == ["", "blocks.0", "blocks.1", "blocks.2", "last"]
     meshes = {id(group.mesh.shard_group) for module in model.modules() if unit_of(module) for group in unit_of(module).groups}
     assert len(meshes) == 1
-    assert_equal_training(fed_own_chunk(model, batches()), fed_in_chunks(mlp(), batches()))
+    assert_trains_as(model, mlp(), batches())
 
 
 def test_outside_of_enable_wrap_nothing_is_wrapped():
@@ -160,4 +160,4 @@ def test_parallelize_leaves_what_was_wrapped_before_as_it_is():
     parallelize(model, wrap={Block}, strategy="zero2")
     assert unit_of(model.blocks[1]).options.reshard_after_forward is True
     assert unit_of(model.blocks[0]).options.reshard_after_forward is False
-    assert_equal_training(fed_own_chunk(model, batches()), fed_in_chunks(mlp(), batches()))
+    assert_trains_as(model, mlp(), batches())

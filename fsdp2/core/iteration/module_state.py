@@ -28,12 +28,17 @@ class ModuleState(Unit, torch_modules.ModuleStateBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         torch_modules.ModuleStateBase.__init__(self)
-        Unit.__init__(self, *args, **kwargs)
         self.schedule: Schedule | None = None
         self.hooks: Any = None
+        Unit.__init__(self, *args, **kwargs)
+
+    def extend(self, groups: Iterable[ParamGroup], borrowed: Iterable[ParamGroup]) -> None:
+        super().extend(groups, borrowed)
         for group in self.groups:
             for param in group.params:
                 units[param] = weakref.ref(self)
+        if self.schedule is not None:
+            self.schedule.settled = False
 
     def reduce_accumulated(self) -> None:
         if self.schedule is not None:  # the unit has run

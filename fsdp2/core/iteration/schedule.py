@@ -292,6 +292,8 @@ class Schedule:
             self.backward = LoggedBackward(tree, task, at_end, logs)
         else:
             self.backward = Backward(tree, task, at_end)
+        for follow in tree.followers:
+            follow(self.backward)
         self._to_finalize = tree.holds_pending
         return self.backward
 

@@ -116,9 +116,8 @@ class Unit:
         options: UnitOptions,
     ) -> None:
         self.modules = tuple(modules)
-        self.groups = list(groups)
-        self.uses = [*self.groups, *borrowed]
-        self.max_norm_weights = shrinking_weights(self.groups)
+        self.groups: list[ParamGroup] = []
+        self.uses: list[ParamGroup] = []
         self.device = device
         self.mp_policy = mp_policy
         self.options = options
@@ -128,8 +127,18 @@ class Unit:
         self.summoned = False
         self.calls = UnitCalls()
         self._streams = streams_of(device)
+        self.extend(groups, borrowed)
+
+    def extend(self, groups: Iterable[ParamGroup], borrowed: Iterable[ParamGroup]) -> None:
+        """Take these groups too, between two iterations."""
+        borrowed = [*self.borrowed, *borrowed]
+        self.groups += groups
+        self.uses = [*self.groups, *borrowed]
+        self.max_norm_weights = shrinking_weights(self.groups)
         self._launches_together = len(self.uses) > 1
-        for group in self.borrowed:
+        for group in self.groups:
+            group.gradients.set_micro_batch(self.micro_batch)
+        for group in borrowed:
             group.holders = group.holders or set()
 
     @property

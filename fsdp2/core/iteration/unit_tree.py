@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,6 +82,7 @@ class UnitTree:
     holds_pending: the user ends iterations with ``finalize``, and what a backward has left pending waits for that
     records:       for each unit whose forward began an iteration, the order of units in the last one
     step:          the one under way
+    followers:     functions that get each ``Backward`` that begins
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
@@ -93,6 +94,7 @@ class UnitTree:
         self.reductions = Reductions(self.streams)
         self.records: dict[Unit, list[Unit]] = {}
         self.step = Step()
+        self.followers: list[Callable[[Any], None]] = []
         self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]
 
     def leave_unsharded(self, unit: Unit, for_user: bool = False) -> None:

@@ -158,6 +158,10 @@ class UnitHooks:
             pre_forward.hooks_dict_ref()[pre_forward.id] = self.pre_forward
             post_forward.hooks_dict_ref()[post_forward.id] = self.post_forward
 
+    def give_place(self, hooks: Any, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` run in our place in ``hooks``, a module's dict of forward hooks, until ``run_eagerly``."""
+        hooks[next(ours.id for ours in self._handles if ours.hooks_dict_ref() is hooks)] = hook
+
     def _forward_handles(self) -> Iterator[tuple[Any, Any]]:
         forward = self._handles[: 2 * len(self._unit.modules)]
         return zip(forward[::2], forward[1::2], strict=True)

@@ -88,7 +88,7 @@ def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
                 items=[f"{name} {tuple(param.shape)}" for name, param in plain.items()],
                 expected="every trainable parameter sharded or in ignored_params; "
                 "no gradient of these is reduced, ranks drift apart",
-                fix="add them before fully_shard, call fully_shard on the modules that were added, "
+                fix="add them before fully_shard, call fsdp2.adopt(model) before the optimizer is made, "
                 "or reduce their gradients yourself",
             ),
             ranks={rank for unit in units for rank in unit.ranks},

@@ -73,9 +73,6 @@ def build_unit(
     device = device_of(mesh)
     after = _checked_reshard_after_forward(reshard_after_forward, mesh)
     read = read_modules(modules, mesh, shard_placement_fn, ignored_params)
-    managed, owners, placed = read.managed, read.owners, read.placed
-    specs = {param: shard_spec(owners[param][0][0], param, *placed[param]) for param in owners}
-    afters = {id(own): _checked_reshard_after_forward(reshard_after_forward, own) for own, _ in placed.values()}
     options = GroupOptions(
         param_dtype=mp_policy.param_dtype,
         reduce_dtype=mp_policy.reduce_dtype,
@@ -87,28 +84,7 @@ def build_unit(
         semantics=semantics or chosen_semantics(),
         **private_options,
     )
-    dtypes = {param: (param.dtype, _param_dtype(names[0], param, mp_policy)) for param, (names, _) in owners.items()}
-    borrowed = _borrow(read.tied, read.place, options)
-    cut = _cut_own_memory(owners, specs, {param: own.shard_rank for param, (own, _) in placed.items()})
-    groups = []
-    for params in _partition(
-        owners, key=lambda param: (*dtypes[param], needs_own_memory(param), *placed[param][0].groups)
-    ):
-        own_mesh = placed[params[0]][0]
-        own_options = replace(options, param_dtype=dtypes[params[0]][1])
-        group = _new_group(params, owners, specs, cut, own_mesh, device, own_options)
-        own_after = afters[id(own_mesh)]
-        if isinstance(own_after, int) and not isinstance(own_after, bool):
-            group.smaller_mesh = post_forward_mesh(own_mesh, own_after)
-        groups.append(group)
-    if options.folder is not None:
-        agree_on_meshes([mesh.mesh], None)  # raises on all ranks if the disk of one had no room
-    for buffer in read.buffers.values():
-        if not buffer.is_meta:
-            torch_tensors.set_data(buffer, buffer.to(device))
-    for sharded, _, more_owners in read.tied:
-        for owner in more_owners:
-            group_with(sharded).registry.add_owner(sharded, owner)
+    groups, borrowed = _new_groups(read, device, options, reshard_after_forward)
     if any(group.smaller_mesh is not None for group in groups):
         after = reshard_after_forward
     unit = state_class(
@@ -121,7 +97,7 @@ def build_unit(
     )
     unit.ignored = [
         Owner(module, name)
-        for module in managed
+        for module in read.managed
         for name, param in module._parameters.items()
         if param in ignored_params
     ]
@@ -134,10 +110,71 @@ def build_unit(
             type(modules[0]).__name__, [group.plan for group in groups], mp_policy.reduce_dtype is not None
         )
     REGISTRATIONS.watch()
-    for module in managed:  # the compiler looks for these
+    return unit
+
+
+def extend_unit(
+    unit: ModuleState,
+    example: ParamGroup,
+    *,
+    mesh: DataParallelMesh | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    ignored_params: set[nn.Parameter],
+) -> list[str]:
+    """Shard what was registered below ``unit`` since ``fully_shard``, in new groups. Collective: as ``build_unit``
+
+    example: a group, of ``unit`` if it has one, whose mesh and options the new ones get
+    Returns: the names of the parameters, from the unit
+    """
+    read = read_modules(unit.modules, mesh or example.mesh, shard_placement_fn, ignored_params, unit)
+    options = replace(example.options, param_dtype=unit.mp_policy.param_dtype)
+    groups, borrowed = _new_groups(read, unit.device, options, unit.options.reshard_after_forward)
+    for group in groups:
+        same = next((each for each in unit.groups if each.mesh is group.mesh), None)
+        if same is not None:
+            group.gradients.options = replace(same.gradients.options, grad_dtype=None)
+            group.all_gather_comm = same.all_gather_comm
+    unit.extend(groups, borrowed)
+    return [names[0] for names, _ in read.owners.values()]
+
+
+def _new_groups(
+    read: ModulesRead, device: torch.device, options: GroupOptions, reshard_after_forward: bool | int | None
+) -> tuple[list[ParamGroup], list[ParamGroup]]:
+    """The groups of what was read, and those of earlier units that it is tied to; modules show sharded parameters."""
+    owners, placed, mp_policy = read.owners, read.placed, options.mp_policy
+    specs = {param: shard_spec(owners[param][0][0], param, *placed[param]) for param in owners}
+    afters = {
+        id(own): _checked_reshard_after_forward(reshard_after_forward, own)
+        for own, _ in placed.values()
+        if own.shard_size > 1
+    }
+    dtypes = {param: (param.dtype, _param_dtype(names[0], param, mp_policy)) for param, (names, _) in owners.items()}
+    borrowed = _borrow(read.tied, read.place, options)
+    cut = _cut_own_memory(owners, specs, {param: own.shard_rank for param, (own, _) in placed.items()})
+    groups = []
+    for params in _partition(
+        owners, key=lambda param: (*dtypes[param], needs_own_memory(param), *placed[param][0].groups)
+    ):
+        own_mesh = placed[params[0]][0]
+        own_options = replace(options, param_dtype=dtypes[params[0]][1])
+        group = _new_group(params, owners, specs, cut, own_mesh, device, own_options)
+        own_after = afters.get(id(own_mesh))
+        if isinstance(own_after, int) and not isinstance(own_after, bool):
+            group.smaller_mesh = post_forward_mesh(own_mesh, own_after)
+        groups.append(group)
+    if options.folder is not None:
+        agree_on_meshes([mesh.mesh for mesh, _ in placed.values()], None)  # all raise if the disk of one had no room
+    for buffer in read.buffers.values():
+        if not buffer.is_meta:
+            torch_tensors.set_data(buffer, buffer.to(device))
+    for sharded, _, more_owners in read.tied:
+        for owner in more_owners:
+            group_with(sharded).registry.add_owner(sharded, owner)
+    for module in read.managed:  # the compiler looks for these
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
-    return unit
+    return groups, borrowed
 
 
 @dataclass(frozen=True)
@@ -165,12 +202,17 @@ def read_modules(
     mesh: DataParallelMesh,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     ignored_params: set[nn.Parameter],
+    unit: ModuleState | None = None,
 ) -> ModulesRead:
-    """Read ``modules`` without a change. Raises an FSDPError for what can't be sharded as asked. Collective: no."""
+    """Read ``modules`` without a change. Raises an FSDPError for what can't be sharded as asked. Collective: no.
+
+    unit: theirs, if they have one, whose parameters are left out
+    """
     _check_placement_fn(shard_placement_fn)
-    managed = managed_modules(modules)
-    _refuse_sharded(ignored_params)
-    owners = _owners(modules, managed, ignored_params)
+    managed = managed_modules(modules) if unit is None else modules_below(modules)
+    sharded = set() if unit is None else _parameters_of(unit, managed)
+    _refuse_sharded(ignored_params.difference(sharded))
+    owners = _owners(modules, managed, ignored_params | sharded)
     _refuse_scripted(owners)
     tied = _split_off_tied(owners)
     _refuse_taken(owners)
@@ -184,6 +226,18 @@ def read_modules(
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """``modules_below``. Raises: OrderError if a parent of one was sharded before"""
+    for module in modules:
+        if vars(module).get("_is_fsdp_managed_module"):
+            raise OrderError(
+                f"fully_shard was applied to a parent of this {type(module).__name__} before",
+                expected="children before their parents: a call takes all parameters that no earlier call took",
+                fix="call fully_shard on this module first, then on its parent",
+            )
+    return modules_below(modules)
+
+
+def modules_below(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules in the trees of ``modules`` that no other data-parallel API manages, each once."""
     found: dict[nn.Module, None] = {}
 
@@ -197,14 +251,20 @@ def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
             visit(child)
 
     for module in modules:
-        if vars(module).get("_is_fsdp_managed_module"):
-            raise OrderError(
-                f"fully_shard was applied to a parent of this {type(module).__name__} before",
-                expected="children before their parents: a call takes all parameters that no earlier call took",
-                fix="call fully_shard on this module first, then on its parent",
-            )
         visit(module)
     return list(found)
+
+
+def _parameters_of(unit: ModuleState, managed: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Those in ``managed`` that ``unit`` has, or was told to ignore."""
+    owners = [owner for group in unit.uses for param in group.params for owner in param.owners] + unit.ignored
+    places = {(id(owner.module), owner.name) for owner in owners}
+    return {
+        param
+        for module in managed
+        for name, param in module._parameters.items()
+        if param is not None and (id(module), name) in places
+    }
 
 
 class Placer:

@@ -6,7 +6,8 @@ What a rank does without communication is its own, and right.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -164,6 +165,37 @@ def test_backwards_of_two_models_may_follow_their_forwards_in_any_order():
     step(reference, x, EVERY)
     for each in (model, other):
         assert_equal_grads(grads_of(each), grads_of(reference), ulps=32)
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_replicated_roots_that_ranks_run_in_different_orders_are_told_or_right(order):
+    """Symptom: gradients of roots that are reduced at the end of backward were swapped. Their inputs need no gradient."""
+    torch.manual_seed(0)
+    references = [nn.Linear(DIM, DIM) for _ in range(3)]
+    models = [fully_shard(copy.deepcopy(each), mesh=cpu_mesh(2, 1)) for each in references]
+    x, *_ = batches(1)
+
+    def run(modules: list[nn.Module], order: Sequence[int], x: Tensor) -> None:
+        outputs = {index: modules[index](x) * (index + 1) for index in order}
+        (outputs[0] + outputs[1] + outputs[2]).square().mean().backward()
+
+    run(models, (0, 1, 2), own_chunk(x))
+    for model in models:
+        model.zero_grad()
+    mine = order if dist.get_rank() else (0, 1, 2)
+    if order == (0, 1, 2):
+        run(models, mine, own_chunk(x))
+    else:
+        with pytest.raises(OrderError, match="ranks ran units in different orders"):
+            run(models, mine, own_chunk(x))
+        assert all(param.grad is None for model in models for param in model.parameters())
+        for model in models:
+            model.reset_iter_state()
+        run(models, (0, 1, 2), own_chunk(x))
+    run(references, (0, 1, 2), x)
+    for model, reference in zip(models, references, strict=True):
+        assert_equal_grads(grads_of(model), grads_of(reference), ulps=32)
 
 
 @on_ranks(2, 3, timeout=60)

@@ -61,6 +61,7 @@ class _Part(NamedTuple):
     ends:       reduced when the graph has run
     recomputed: for each forward whose recomputation may gather in another order: the calls that it reaches
     began:      when forward began with the units that communicate and that it goes through; -1: with none
+    left:       when it ended with the last of them: a backward reaches the root that forward left last first
     """
 
     root: Agreement
@@ -68,12 +69,13 @@ class _Part(NamedTuple):
     ends: list[tuple[int, int]]
     recomputed: list[list[int]]
     began: int
+    left: int
 
 
 class _Order(NamedTuple):
-    """What a rank's backward does with all roots: see ``_Part``. first: the root that it reaches first"""
+    """What a rank's backward does with all roots: see ``_Part``. roots: in the order in which it reaches and ends them"""
 
-    first: int
+    roots: list[int]
     in_graph: list[_Key]
     at_end: list[_Key]
     recomputed: list[list[list[int]]]
@@ -81,7 +83,8 @@ class _Order(NamedTuple):
     def with_ends(self, ends: Iterable[_Key] = ()) -> object:
         """What all ranks must have in common, if this one also reduces at the end those of ``ends`` it leaves out."""
         at_end = {*self.at_end, *ends}.difference(self.in_graph)
-        at_end_in_order = sorted(at_end, key=lambda key: (key[0] != self.first, key[0], -key[1], -key[2]))
+        place = {root: index for index, root in enumerate(self.roots)}
+        at_end_in_order = sorted(at_end, key=lambda key: (place.get(key[0], len(place)), key[0], -key[1], -key[2]))
         return [*self.in_graph, *at_end_in_order], self.recomputed
 
     def way_of(self, key: _Key) -> int:
@@ -179,8 +182,8 @@ class Agreement:
 
     def _part(self, is_first: bool = False) -> _Part:
         """What the backward that has just begun does with this root. is_first: no other root is reached earlier"""
-        part = _Part(self, [], [], [], -1)
-        began: list[int] = []
+        part = _Part(self, [], [], [], -1, -1)
+        reached_in: list[Call] = []
         reached: set[ParamGroup] = set()
         all_logs = self._logs()
         logs = [log for log in all_logs if log.is_in_this_backward()] or (all_logs[-1:] if is_first else [])
@@ -192,7 +195,7 @@ class Agreement:
             calls = logged if all_logs else self._calls_in_graph(unit)
             if not calls:
                 continue
-            began += [call.entered for call in calls]
+            reached_in += calls
             reached.update(self._uses[unit])
             if self._gathers(unit):
                 part.timed.extend((call.left, index, GATHER) for call in calls)
@@ -206,7 +209,11 @@ class Agreement:
             due = [place for place, group in self._reduced(unit).items() if group in reached or group.gradients.is_due]
             part.ends.extend((index, place) for place in due if (index, place) not in in_graph)
         differ = [log for log in logs if log.gathers_in_other_order(self._gathers)]
-        return part._replace(recomputed=[log.reached() for log in differ], began=min(began, default=-1))
+        return part._replace(
+            recomputed=[log.reached() for log in differ],
+            began=min((call.entered for call in reached_in), default=-1),
+            left=max((call.left for call in reached_in), default=-1),
+        )
 
     def _reduced(self, unit: Unit) -> dict[int, ParamGroup]:
         """The unit's own groups that a backward may reduce, by their places among all of its own."""
@@ -256,10 +263,10 @@ class Agreement:
 
     def _agree(self, parts: list[_Part]) -> None:
         """Return if all ranks have one order, or can have it if some reduce more at the end. Collective: yes."""
-        parts.sort(key=lambda part: (part.root is not self, part.root.number))
+        parts.sort(key=lambda part: (part.root is not self, -part.left))
         timed = sorted(((at, part.root.number, *what) for part in parts for at, *what in part.timed), reverse=True)
         mine = _Order(
-            first=self.number,
+            roots=[part.root.number for part in parts],
             in_graph=[(root, index, place) for _, root, index, place in timed],
             at_end=[(part.root.number, *end) for part in parts for end in part.ends],
             recomputed=[part.recomputed for part in parts if part.recomputed],
@@ -279,7 +286,7 @@ class Agreement:
         first, *others = (order.with_ends(ends) for _, order in said)
         # The backward of some ranks may have no end through another root. And where a custom communicator reduces, no
         # flags tell the parameters that a rank did not use.
-        can_join = all(order.first == root for root, *_ in left_out for _, order in said) and all(
+        can_join = all(order.roots[0] == root for root, *_ in left_out for _, order in said) and all(
             group.gradients.options.comm is None for _, index, _ in left_out for group in self._units[index].groups
         )
         if not can_join or any(other != first for other in others):

@@ -28,6 +28,7 @@ from .core.iteration.first_forward import refuse_meta, warn_of_ignored_prefetch
 from .core.iteration.module_state import ModuleState, schedule_of, sharded_unit
 from .core.modules.sharded_class import original_class
 from .errors import ArgumentError, ModuleError, OrderError
+from .hints.missing_names import answer_for
 from .policy import AllGather, ReduceScatter
 from .sharding_arguments import (
     check_bool,
@@ -90,8 +91,9 @@ class FSDPModule(_Module):
         return made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Hugging Face's ``save_pretrained`` writes whole tensors where the user's class has it."""
+        """Hugging Face's ``save_pretrained`` writes whole tensors where the user's class has it; names of DDP point to ours."""
         super().__init_subclass__(**kwargs)
+        answer_for(cls)
         inherited = getattr(cls, "save_pretrained", None)
         if inherited is not None:
             cls.save_pretrained = saving_whole_tensors(inherited)  # type: ignore[attr-defined]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp2
 from fsdp2 import OrderError, fully_shard, user_warnings
 from fsdp2.core.iteration import same_models
+from fsdp2.hints.missing_names import INSTEAD
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.user_warnings import warned_on_rank_0
@@ -186,6 +189,34 @@ def test_a_name_that_fsdp2_lacks_points_to_the_right_one():
             getattr(fsdp2, name)
     with pytest.raises(AttributeError, match=r"has no attribute 'xyzzy'$"):
         fsdp2.xyzzy  # noqa: B018
+
+
+@on_ranks(1)
+def test_a_name_of_ddp_or_fsdp1_on_a_sharded_module_is_answered_where_it_is_read():
+    for name, instead in INSTEAD.items():
+        model = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(1))
+        assert not hasattr(model, name)
+        assert getattr(model, name, None) is None
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"), pytest.warns(UserWarning, match=re.escape(instead)):
+            eval(f"model.{name}")
+        model.register_module(name, nn.Identity())
+        assert isinstance(eval(f"model.{name}"), nn.Identity)
+        with mock.patch.object(nn.Linear, name, mock.Mock(return_value=3), create=True):
+            assert eval(f"model.{name}()") == 3
+
+
+class _Lends(nn.Module):
+    no_sync = contextlib.nullcontext
+
+    def __getattr__(self, name: str) -> Any:
+        return "lent" if name == "join" else super().__getattr__(name)
+
+
+@on_ranks(1)
+def test_a_name_of_ddp_or_fsdp1_that_a_class_has_stays_its_own():
+    model = fully_shard(_Lends(), mesh=cpu_mesh(1))
+    assert model.no_sync is contextlib.nullcontext
+    assert model.join == "lent"
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..clip import clip_grad_norm_
 from ..core.iteration.module_state import unit_of, units_in
 from ..core.modules.sharded_class import seen_as
-from ..errors import OrderError
+from ..errors import ModuleError, OrderError
 from ..fsdp_module import FSDPModule
 from . import model_state, optim_state
 from .api import CPUOffload, MixedPrecision, OptimStateKeyType, StateDictSettings
@@ -130,6 +130,14 @@ class WrappedModule(FSDPModule):
         """
         _require_root(self, "register_comm_hook")
         register(cast(nn.Module, self), state, hook)
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """What torch's ``Join`` asks for. Collective: no. Raises: ModuleError; FSDP1 has no such method"""
+        raise ModuleError(
+            f"Join got a {type(self).__name__} that is sharded",
+            expected="a model that each rank holds whole: a rank that has joined cannot gather what others run",
+            fix="with fsdp2.uneven(model) as work: and for batch in work(loader):, as docs/uneven.md shows",
+        )
 
     # --- state dicts ---
 

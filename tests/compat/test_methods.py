@@ -12,14 +12,16 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fsdp2
 from fsdp2.compat import CPUOffload, CustomPolicy, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fsdp2.compat import FullyShardedDataParallel as FSDP
 from fsdp2.core.iteration.module_state import unit_of
-from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.errors import ArgumentError, ModuleError, OrderError
 from harness import device_type, on_ranks
 from harness.models import Block, batches, mlp
 from harness.training import assert_equal_training, fed_own_chunk, fed_whole, forward_backward, own_chunk
@@ -466,3 +468,16 @@ def test_compiled_blocks_train_as_the_unsharded_model() -> None:
     for block in model.blocks:
         block.compile(backend="aot_eager")
     assert_equal_training(fed_own_chunk(model, batches()), fed_whole(reference, batches()))
+
+
+@on_ranks(2)
+def test_join_is_refused_and_uneven_work_takes_its_place():
+    model = FSDP(mlp(), auto_wrap_policy=BLOCKS)
+    with pytest.raises(ModuleError, match="uneven"):
+        Join([model])
+    stood_in = []
+    with fsdp2.uneven(model) as work:
+        for batch in work([torch.ones(2, 7)] * (1 + dist.get_rank()), count=len):
+            work.backward(model(batch).sum())
+            stood_in.append(work.stands_in)
+    assert stood_in == [False, dist.get_rank() == 0]

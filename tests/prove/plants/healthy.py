@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plants.user_programs import GUARDED, HSDP, PARKED, TEACHER, TENSOR_PARALLEL, UNEVEN, Plant
+from plants.user_programs import GUARDED, HSDP, OPTIONAL, PARKED, TEACHER, TENSOR_PARALLEL, UNEVEN, Plant
 
 POLICY = 'how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}'
 
@@ -180,6 +180,7 @@ HEALTHY = [
     Plant("a teacher that averages the student", "", TEACHER),
     Plant("ranks with different numbers of batches", "", UNEVEN),
     Plant("a rank without batches", "", UNEVEN | {"batches": "batches = batches if rank else []"}),
+    Plant("a block that one rank leaves out", "", OPTIONAL),
     Plant("a step that one rank refuses", "", GUARDED),
     Plant("parked after each step", "", PARKED),
     Plant("examples/tutorial/step1_two_processes.py", "", {}),

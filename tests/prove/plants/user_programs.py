@@ -162,6 +162,7 @@ UNEVEN = {
         """,
 }
 """Rank 1 has four batches more; the first of two steps has three real micro-batches, and the others two."""
+OPTIONAL = {"sharded": "model.blocks[1].set_optional()", "block": "x = x if index == rank == 1 else block(x)"}
 GUARDED = {
     "patch": "import fsdp2",
     "clip": "",
@@ -513,6 +514,7 @@ USER_PLANTS = [
         "run OrderError work.stop()",
         UNEVEN | {"inside": "if rank == 1 and work.is_last:\n    break"},
     ),
+    Plant("a rank leaves out a block that is not optional", "collectives forward of blocks", OPTIONAL | {"sharded": ""}),
     Plant(
         "a rank runs no stand-ins",
         "run stands_in",

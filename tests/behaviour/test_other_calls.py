@@ -21,6 +21,7 @@ from harness.training import (
     assert_equal_training,
     assert_trains_as,
     assert_trains_bitwise_as,
+    backward_of,
     fed_in_chunks,
     fed_own_chunk,
     forward_backward,
@@ -96,12 +97,7 @@ def test_training_through_registered_methods():
     model, reference = with_reference(Generator(), shard_blocks)
     for method in ("generate", "score"):
         register_fsdp_forward_method(model, method)
-
-    def iteration(model: Generator, x: Tensor) -> Tensor:
-        loss = model.generate(x).square().mean() + model.score(x, bias=x[0])["score"] / x.numel()
-        loss.backward()
-        return loss
-
+    iteration = backward_of(lambda model, x: model.generate(x).square().mean() + model.score(x, bias=x[0])["score"] / x.numel())
     assert_trains_as(model, reference, batches(), iteration=iteration)
 
 
@@ -390,16 +386,10 @@ def penalty(model: nn.Module, x: Tensor) -> Tensor:
     return (grad.norm(dim=1) - 1).square().mean()
 
 
-def only_the_penalty(model: nn.Module, x: Tensor) -> Tensor:
-    loss = penalty(model, x)
-    loss.backward()
-    return loss
+only_the_penalty = backward_of(lambda model, x: penalty(model, x))
 
 
-def critic_with_penalty(model: nn.Module, x: Tensor) -> Tensor:
-    loss = model(x).mean() - model(x.flip(0)).square().mean() + penalty(model, x)
-    loss.backward()
-    return loss
+critic_with_penalty = backward_of(lambda model, x: model(x).mean() - model(x.flip(0)).square().mean() + penalty(model, x))
 
 
 def penalty_through_backward(model: nn.Module, x: Tensor) -> Tensor:
@@ -590,12 +580,7 @@ def test_modules_that_return_a_parameter_or_an_input(how, after):
     """torch's FSDP2 frees a parameter that was returned before it is used."""
     torch.manual_seed(0)
     model, reference = with_reference(UsesTable(), shard_blocks, after)
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x, how).square().mean()
-        loss.backward()
-        return loss
-
+    iteration = backward_of(lambda model, x: model(x, how).square().mean())
     assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
     x = own_chunk(batches()[0])
     with torch.no_grad():

@@ -361,46 +361,54 @@ def saved(model, folder, kind):
 QUICK = {("several", "several"), ("single", "several"), ("several", "single")}
 
 
+def models(config=lambda value: None):
+    """Two models, full of 1 and of 2."""
+    both = {1: net(), 2: net()}
+    for value, model in both.items():
+        model.config = config(value)
+        for param in model.parameters():
+            nn.init.constant_(param, value)
+    return both
+
+
+def killed_saves(both, tmp_path, monkeypatch, old, new):
+    """Folders in which the second model was saved over the first: each save was killed one call later than the one before."""
+    for crash_at in itertools.count():
+        folder = tmp_path / str(crash_at)
+        saved(both[1], folder, old)
+        counted = crash_after(crash_at)
+        with monkeypatch.context() as patched:
+            for owner, name in ((os, "replace"), (os, "fsync"), (Path, "replace"), (Path, "unlink")):
+                patched.setattr(owner, name, counted(getattr(owner, name)))  # calls after a crash fail as well
+            try:
+                saved(both[2], folder, new)
+                return
+            except Killed:
+                pass
+        yield folder
+
+
+def value_in(folder):
+    model = net()
+    load_safetensors(model, folder)
+    (value,) = {value.item() for param in model.parameters() for value in param.detach().unique()}
+    return value
+
+
 @pytest.mark.parametrize(
     ("old", "new"), [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in itertools.product(KINDS, KINDS)]
 )
 def test_a_crash_at_any_moment_leaves_the_earlier_or_the_new_checkpoint_whole(tmp_path, monkeypatch, old, new):
     """After every rename and removal a reader finds one of the two, never a mixture; a save after the crash succeeds."""
-    values = {1.0: net(), 2.0: net()}
-    for value, model in values.items():
-        for param in model.parameters():
-            nn.init.constant_(param, value)
-
-    def read(folder):
-        model = net()
-        load_safetensors(model, folder)
-        found = {value.item() for param in model.parameters() for value in param.detach().unique()}
-        assert len(found) == 1
-        return found.pop()
-
-    crashes = 0
-    for crash_at in range(100):
-        folder = tmp_path / str(crash_at)
-        saved(values[1.0], folder, old)
-        counted = crash_after(crash_at)
-        with monkeypatch.context() as patched:
-            patched.setattr(commit.os, "replace", counted(os.replace))
-            patched.setattr("pathlib.Path.unlink", counted(type(folder).unlink))  # removals after a crash fail as well
-            patched.setattr(commit.os, "fsync", counted(os.fsync))
-            try:
-                saved(values[2.0], folder, new)
-                done = True
-            except Killed:
-                done = False
-        assert read(folder) in (1.0, 2.0)
-        if done:
-            break
-        crashes += 1
-        files = saved(values[2.0], folder, new).files
-        assert read(folder) == 2.0
+    both = models()
+    for folder in killed_saves(both, tmp_path, monkeypatch, old, new):
+        assert value_in(folder) in (1, 2)
+        files = saved(both[2], folder, new).files
+        assert value_in(folder) == 2
         assert {path.name for path in folder.iterdir()} == {*files, *([INDEX] if new != "single" else [])}
+    crashes = int(folder.name) + 1
     assert crashes > 3
-    assert read(folder) == 2.0
+    assert value_in(tmp_path / str(crashes)) == 2
 
 
 class Config:
@@ -417,31 +425,13 @@ class Config:
 @pytest.mark.parametrize("same", [True, False])
 def test_a_crash_leaves_no_weights_beside_the_config_of_others(tmp_path, monkeypatch, kind, same):
     """A config that changes is away until both fit; one that does not is there all the time."""
-    models = {1: net(), 2: net()}
-    for value, model in models.items():
-        model.config = Config(1 if same else value)
-        for param in model.parameters():
-            nn.init.constant_(param, value)
+    both = models(lambda value: Config(1 if same else value))
     away = 0
-    for crash_at in itertools.count():
-        folder = tmp_path / str(crash_at)
-        saved(models[1], folder, kind)
-        counted = crash_after(crash_at)
-        with monkeypatch.context() as patched:
-            patched.setattr(commit.os, "replace", counted(os.replace))
-            patched.setattr("pathlib.Path.unlink", counted(type(folder).unlink))
-            try:
-                saved(models[2], folder, kind)
-                break
-            except Killed:
-                pass
-        found = net()
-        load_safetensors(found, folder)
-        value = next(found.parameters()).flatten()[0].item()
+    for folder in killed_saves(both, tmp_path, monkeypatch, kind, kind):
         config = folder / "config.json"
-        assert not config.exists() or same or float(config.read_text()) == value
+        assert not config.exists() or same or float(config.read_text()) == value_in(folder)
         away += not config.exists()
-        saved(models[2], folder, kind)
+        saved(both[2], folder, kind)
         assert float(config.read_text()) == (1 if same else 2)
         assert not list(folder.glob(".*"))
     assert (away > 0) is not same
@@ -452,31 +442,11 @@ def test_a_crash_leaves_no_weights_beside_the_config_of_others(tmp_path, monkeyp
 )
 def test_the_save_after_a_crash_gives_the_config_of_the_weights_back(tmp_path, monkeypatch, old, new):
     """A kill while the config was away, then a save that writes none or fails, and the config was gone for good."""
-    models = {1: net(), 2: net()}
-    for value, model in models.items():
-        model.config = Config(value)
-        for param in model.parameters():
-            nn.init.constant_(param, value)
     away = 0
-    for crash_at in itertools.count():
-        folder = tmp_path / str(crash_at)
-        saved(models[1], folder, old)
-        counted = crash_after(crash_at)
-        with monkeypatch.context() as patched:
-            patched.setattr(commit.os, "replace", counted(os.replace))
-            patched.setattr("pathlib.Path.replace", counted(type(folder).replace))
-            patched.setattr("pathlib.Path.unlink", counted(type(folder).unlink))
-            try:
-                saved(models[2], folder, new)
-                break
-            except Killed:
-                pass
+    for folder in killed_saves(models(Config), tmp_path, monkeypatch, old, new):
         away += not (folder / "config.json").exists()
         commit.make_folder(folder)  # what every save begins with
-        found = net()
-        load_safetensors(found, folder)
-        value = next(found.parameters()).flatten()[0].item()
-        assert float((folder / "config.json").read_text()) == value
+        assert float((folder / "config.json").read_text()) == value_in(folder)
         assert not list(folder.glob(".*"))
     assert away > 1
 

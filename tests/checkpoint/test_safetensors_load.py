@@ -63,6 +63,14 @@ def stored(model, folder, but=()):
     return folder
 
 
+def other_and_stored(start, folder, make=mlp):
+    """A model on the device ``start``, another one, and the latter's folder. Collective: yes."""
+    reference = make(seed=1)
+    stored(reference, folder)
+    with torch.device(start):
+        return make(seed=2), reference, folder
+
+
 def assert_equal_models(model, reference):
     ours, theirs = model.state_dict(), reference.state_dict()
     assert ours.keys() == theirs.keys()
@@ -84,10 +92,7 @@ def share(model):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("start", ["meta", "cpu"])
 def test_values_equal_the_unsharded_model_and_bytes_the_share(tmp_path, start):
-    reference = mlp(seed=1)
-    folder = stored(reference, tmp_path)
-    with torch.device(start):
-        model = mlp(seed=2)
+    model, reference, folder = other_and_stored(start, tmp_path)
     shard_blocks(model)
     before = list(model.parameters())
     report = load_safetensors(model, folder)
@@ -104,10 +109,7 @@ def test_values_equal_the_unsharded_model_and_bytes_the_share(tmp_path, start):
 @pytest.mark.parametrize("start", ["meta", "cpu"])
 @pytest.mark.parametrize("dim", [0, -1])
 def test_odd_tensors(tmp_path, start, dim):
-    reference = Odd(seed=1)
-    folder = stored(reference, tmp_path)
-    with torch.device(start):
-        model = Odd(seed=2)
+    model, reference, folder = other_and_stored(start, tmp_path, Odd)
     fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=lambda p: Shard(p.ndim - 1 if dim else 0) if p.ndim else None)
     report = load_safetensors(model, folder)
     assert_equal_models(model, reference)
@@ -122,10 +124,7 @@ def test_odd_tensors(tmp_path, start, dim):
 @on_ranks(4)
 @pytest.mark.parametrize("start", ["meta", "cpu"])
 def test_hsdp_reads_a_share_on_each_replica(tmp_path, start):
-    reference = mlp(seed=1)
-    folder = stored(reference, tmp_path)
-    with torch.device(start):
-        model = mlp(seed=2)
+    model, reference, folder = other_and_stored(start, tmp_path)
     shard_blocks(model, mesh=cpu_mesh(2, 2))
     report = load_safetensors(model, folder)
     assert_equal_models(model, reference)
@@ -189,10 +188,7 @@ def test_models_that_fsdp2_does_not_manage(tmp_path):
 @on_ranks(2)
 @pytest.mark.parametrize("start", ["meta", "cpu"])
 def test_cpu_offload(tmp_path, start):
-    reference = mlp(seed=1)
-    folder = stored(reference, tmp_path)
-    with torch.device(start):
-        model = mlp(seed=2)
+    model, reference, folder = other_and_stored(start, tmp_path)
     shard_blocks(model, offload_policy=CPUOffloadPolicy())
     load_safetensors(model, folder)
     assert_equal_models(model, reference)

@@ -137,46 +137,41 @@ def test_a_rank_that_never_came_to_materialize_is_named():
         assert said == []
 
 
+def six_looks(look_out: Lookout) -> None:
+    for _ in range(6):
+        look_out.look()
+        dist.barrier()
+
+
 @on_ranks(2)
 def test_a_rank_that_has_left_the_call_is_not_blamed_by_one_with_more_to_do_there():
     joint_calls.counts.clear()
-    store = store_of("lookout_left")
     said: list[str] = []
-    look_out = Lookout(store, tell=said.append)
-
-    def look_together() -> None:
-        for _ in range(6):
-            look_out.look()
-            dist.barrier()
+    look_out = Lookout(store_of("lookout_left"), tell=said.append)
 
     @joint_calls.joint
     def call(model: nn.Module) -> None:
         if dist.get_rank() == 0:
-            look_together()
+            six_looks(look_out)
 
     call(sharded())
     if dist.get_rank() == 1:
-        look_together()
+        six_looks(look_out)
     assert said == []
 
 
 @on_ranks(2)
 def test_nobody_is_blamed_while_all_ranks_are_in_the_call_or_in_none():
     """A save of a large model takes long on all ranks."""
-    store = store_of("lookout_all")
     said: list[str] = []
-    look_out = Lookout(store, tell=said.append)
+    look_out = Lookout(store_of("lookout_all"), tell=said.append)
 
     @joint_calls.joint
     def slow_call(model: nn.Module) -> None:
-        for _ in range(6):
-            look_out.look()
-            dist.barrier()
+        six_looks(look_out)
 
     slow_call(sharded())
-    for _ in range(6):
-        look_out.look()
-        dist.barrier()
+    six_looks(look_out)
     assert said == []
 
 

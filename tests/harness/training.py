@@ -77,6 +77,17 @@ def forward_backward(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+def backward_of(loss_of: Callable[[Any, Tensor], Tensor]) -> Iteration:
+    """An iteration with another loss."""
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    return iteration
+
+
 def micro_batches(number: int, **setters: Sequence[int]) -> Iteration:
     """``number`` backwards; ``set_requires_all_reduce=[2]`` turns it on in a sharded model before the third, off before others."""
 

@@ -21,6 +21,7 @@ from harness.training import (
     assert_same_tensor,
     assert_trains_as,
     assert_trains_bitwise_as,
+    backward_of,
     fed_in_chunks,
     fed_own_chunk,
     fed_whole,
@@ -116,12 +117,7 @@ def test_tensors_travel_in_containers(shape, after):
 def test_a_loss_of_one_output_alone_reaches_its_part_of_the_model(used):
     torch.manual_seed(0)
     model, reference = with_reference(Wrapping("a dict"), shard_blocks)
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x)[used].square().mean()
-        loss.backward()
-        return loss
-
+    iteration = backward_of(lambda model, x: model(x)[used].square().mean())
     assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 
@@ -383,12 +379,7 @@ def test_methods_registered_as_forward(after):
     model, reference = with_reference(WithMethods(), fully_shard, mesh=cpu_mesh(), reshard_after_forward=after)
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "decode")
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model.decode(model.encode(x), scale=2.0).square().mean()
-        loss.backward()
-        return loss
-
+    iteration = backward_of(lambda model, x: model.decode(model.encode(x), scale=2.0).square().mean())
     assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
 
 

@@ -21,6 +21,7 @@ from harness.training import (
     assert_same_bits,
     assert_trains_as,
     assert_trains_bitwise_as,
+    backward_of,
     fed_in_chunks,
     fed_own_chunk,
     fed_whole,
@@ -123,12 +124,7 @@ def test_blocks_called_several_times_before_backward(after, needs_input_grad):
     model = Repeated()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
     shard_blocks(model, after)
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x.clone().requires_grad_(needs_input_grad)).square().mean()
-        loss.backward()
-        return loss
-
+    iteration = backward_of(lambda model, x: model(x.clone().requires_grad_(needs_input_grad)).square().mean())
     steps = fed_own_chunk(model, batches(), iteration=iteration)
     assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
     assert_equal_training(steps, fed_whole(whole, batches(), iteration=iteration))
@@ -166,21 +162,9 @@ def test_two_forwards_then_two_backwards(after, in_order):
 
 
 @on_ranks(2, 3)
-def test_a_backward_that_is_repeated_adds_the_gradient_again():
-    model, reference = with_reference(mlp(), shard_blocks, False)
-
-    def iteration(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return loss
-
-    assert_trains_as(model, reference, batches(), iteration=iteration)
-
-
-@on_ranks(2, 3)
-def test_a_backward_that_is_repeated_gathers_again_what_was_freed():
-    model, reference = with_reference(mlp(), shard_blocks, True)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_backward_that_is_repeated_adds_the_gradient_again_and_gathers_again_what_was_freed(after):
+    model, reference = with_reference(mlp(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().mean()

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from fsdp2 import ActivationCheckpointPolicy, apply_activation_checkpointing, fully_shard
@@ -51,7 +50,6 @@ def steps_by_letter(counts: Counts, policy: Any) -> dict[str, Callable[[nn.Modul
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_in_every_order_blocks_share_one_graph_and_train_as_the_plain_model(name, order, backend):
-    torch.manual_seed(0)
     model, reference = with_reference(Transformer(dim=6, num_blocks=4))
     with counted_compilations(backend) as counts:
         steps = steps_by_letter(counts, POLICIES[name])

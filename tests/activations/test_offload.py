@@ -150,7 +150,6 @@ def test_a_mistake_is_an_error_by_name(prepare, options, error, text):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_compiled_blocks_are_offloaded_too(checkpointed):
-    torch.manual_seed(0)
     model, reference = with_reference(Transformer(dim=6, num_blocks=4))
     offload(model)
     if checkpointed:

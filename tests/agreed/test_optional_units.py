@@ -178,7 +178,6 @@ def kinds_of_a_pass(model: nn.Module, batch: Batch, backward: bool = True) -> li
 
 @on_ranks(2)
 def test_even_ranks_pay_one_message_a_forward_and_nobody_pays_without_an_optional_unit():
-    torch.manual_seed(0)
     model, plain = sharded(Multimodal()), sharded(Multimodal(), optional=())
     message = "comparison of optional units"
     for _ in range(2):  # the second time, backward prefetches
@@ -195,7 +194,6 @@ def test_even_ranks_pay_one_message_a_forward_and_nobody_pays_without_an_optiona
 
 @on_ranks(2)
 def test_an_optional_unit_that_stays_unsharded_may_run_several_times_and_a_declaration_may_be_taken_back():
-    torch.manual_seed(0)
     model, expected = with_reference(Twice())
     fsdp2.fully_shard(model.tower, mesh=cpu_mesh(), reshard_after_forward=False).set_optional()
     fsdp2.fully_shard(model, mesh=cpu_mesh())

@@ -79,7 +79,6 @@ class Generator(nn.Module):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("after", [True, False, None])
 def test_generate_runs_forward_inside_and_uses_parameters_after_it(after):
-    torch.manual_seed(0)
     model, reference = with_reference(Generator(), shard_blocks, after)
     register_fsdp_forward_method(model, "generate")
     x = own_chunk(batches()[0])
@@ -93,7 +92,6 @@ def test_generate_runs_forward_inside_and_uses_parameters_after_it(after):
 
 @on_ranks(1, 2, 3)
 def test_training_through_registered_methods():
-    torch.manual_seed(0)
     model, reference = with_reference(Generator(), shard_blocks)
     for method in ("generate", "score"):
         register_fsdp_forward_method(model, method)
@@ -104,7 +102,6 @@ def test_training_through_registered_methods():
 @on_ranks(1, 2, 3)
 def test_a_method_of_one_module_of_a_list():
     """The norm's method alone, then both modules: the pass through the list is not confused."""
-    torch.manual_seed(0)
     model, reference = with_reference(transformer())
     for net in (model, reference):
         net.norm.normed = net.norm.forward
@@ -213,7 +210,6 @@ def all_chunks_at_once(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("after", [True, False, None])
 @pytest.mark.parametrize("iteration", [chunk_by_chunk, all_chunks_at_once])
 def test_a_loss_in_chunks_through_a_list_of_norm_and_head(iteration, after):
-    torch.manual_seed(0)
     model, reference = with_reference(NormAndHead())
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
@@ -228,7 +224,6 @@ def test_a_loss_in_chunks_through_a_list_of_norm_and_head(iteration, after):
 
 @on_ranks(2)
 def test_a_chunk_costs_one_gather_and_one_reduction():
-    torch.manual_seed(0)
     model = NormAndHead()
     fully_shard([model.norm, model.head], mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
@@ -241,7 +236,6 @@ def test_a_chunk_costs_one_gather_and_one_reduction():
 
 @on_ranks(2)
 def test_casts_apply_to_each_module_of_a_list_and_to_each_of_its_calls():
-    torch.manual_seed(0)
     model = NormAndHead()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     fully_shard([model.norm, model.head], mesh=cpu_mesh(), mp_policy=policy)
@@ -346,7 +340,6 @@ def test_backward_of_two_losses_of_one_forward(after):
 @on_ranks(2)
 @pytest.mark.parametrize("after", [True, False, None])
 def test_a_module_called_several_times_is_not_gathered_again_if_it_is_kept(after):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
     fully_shard(model[0], mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard(model, mesh=cpu_mesh())
@@ -409,7 +402,6 @@ def penalty_through_backward(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_gradient_penalties(iteration, after):
     """torch's FSDP2 fails here on storage that the first backward freed."""
-    torch.manual_seed(0)
     model, reference = with_reference(Smooth(), shard_blocks, after)
     assert_trains_as(model, reference, batches(), iteration=iteration, ulps=64)
 
@@ -424,7 +416,6 @@ def test_a_penalty_of_a_linear_model_and_of_several_inputs():
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return self.inner(x, y)
 
-    torch.manual_seed(0)
     model, reference = with_reference(Bilinear())
     fully_shard(model.inner, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=True)
@@ -511,7 +502,6 @@ class Outer(nn.Module):
 @pytest.mark.parametrize("how", [*WAYS, "input changed in place"])
 def test_outputs_that_are_views_and_changed_in_place(how, after):
     """torch's FSDP2 warns that a change in place of a view drops its hook, and then fails on freed parameters."""
-    torch.manual_seed(0)
     model, reference = with_reference(Outer(how), shard_blocks, after)
     assert_trains_bitwise_as(model, reference, batches())
 
@@ -541,7 +531,6 @@ class InPlace(nn.Module):
 @on_ranks(1, 2)
 def test_several_inputs_changed_in_place():
     """As outputs of one custom Function, as torch's FSDP2 makes them, they could not be."""
-    torch.manual_seed(0)
     model, reference = with_reference(TwoInputsInPlace(), shard_blocks)
     assert_trains_bitwise_as(model, reference, batches())
 
@@ -578,7 +567,6 @@ class UsesTable(nn.Module):
 @pytest.mark.parametrize("how", ["the parameter", "a view of it", "an input passed through"])
 def test_modules_that_return_a_parameter_or_an_input(how, after):
     """torch's FSDP2 frees a parameter that was returned before it is used."""
-    torch.manual_seed(0)
     model, reference = with_reference(UsesTable(), shard_blocks, after)
     iteration = backward_of(lambda model, x: model(x, how).square().mean())
     assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
@@ -604,7 +592,6 @@ def test_a_module_that_runs_on_one_rank_only_under_ddp_rules_gets_its_gradient_e
         def forward(self, x: Tensor, both: bool) -> Tensor:
             return self.one(x) + self.two(x) if both else self.one(x)
 
-    torch.manual_seed(0)
     model, reference = with_reference(Choosing(), fully_shard, mesh=cpu_mesh())
     x = batches()[0]
     model(own_chunk(x), dist.get_rank() == 0).square().mean().backward()

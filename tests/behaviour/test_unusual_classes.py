@@ -214,7 +214,6 @@ def test_a_metaclass_that_refuses_our_class_does_so_before_anything_changes(appl
 @on_ranks(2)
 def test_a_module_of_generated_code_trains_as_the_one_that_it_was_traced_from():
     """Functions made by ``exec`` have no module, as the forwards of torch.fx's graph modules."""
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     traced = torch.fx.symbolic_trace(copy.deepcopy(net))
     fully_shard(traced, mesh=cpu_mesh())

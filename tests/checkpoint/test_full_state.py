@@ -215,7 +215,6 @@ class Memory(PeakBytes):
 @pytest.mark.parametrize("uneven", [0, 1])
 def test_memory_is_the_result_and_two_bands(uneven: int) -> None:
     """Result on rank 0 alone."""
-    torch.manual_seed(0)
     layers = [nn.Linear(128 + uneven, 128 + uneven, bias=False) for _ in range(8)]
     model = nn.Sequential(*layers)
     whole = layers[0].weight.numel() * 4

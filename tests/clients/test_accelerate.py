@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp2 import fully_shard
@@ -16,7 +15,6 @@ from harness.training import assert_trains_bitwise_as
 @on_ranks(2)
 def test_a_checkpoint_wrapper_and_the_block_that_it_wraps_are_both_sharded():
     """accelerate does that. The wrapper has the attributes of the block, and so it seemed to be sharded before."""
-    torch.manual_seed(0)
     model = mlp()
     for index, block in enumerate(model.blocks):
         model.blocks[index] = checkpoint_wrapper(block)

@@ -165,7 +165,6 @@ def test_state_below_plain_modules_has_prefixes_and_their_tensors() -> None:
     def build() -> nn.Module:
         return nn.ModuleDict({"plain": nn.Linear(2, 3), "sharded": mlp()})
 
-    torch.manual_seed(0)
     reference = build()
     torch.manual_seed(0)
     model = build()

@@ -235,7 +235,6 @@ def test_a_registered_forward_method_of_a_copy_uses_the_copy():
 
 @on_ranks(2)
 def test_a_recurrent_module_which_keeps_copies_of_its_parameters_is_copied():
-    torch.manual_seed(0)
     reference = nn.LSTM(4, 5)
     model = fully_shard(copy.deepcopy(reference), mesh=cpu_mesh())
     twin = copy.deepcopy(model)

@@ -168,7 +168,6 @@ def test_what_schedules_of_torch_2_15_ask_for_is_done_as_by_torch_bit_by_bit(nam
 @on_ranks(2)
 def test_what_was_accumulated_without_sync_is_reduced_in_a_last_backward_that_does_not_reach_it():
     """Symptom: ``grad`` stayed None. Cause: the end of backward looked only at units that this backward reached."""
-    torch.manual_seed(0)
     model, reference = with_reference(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), shard_blocks)
     x = torch.randn(4, 3)
     model.set_requires_gradient_sync(False)

@@ -212,7 +212,6 @@ def test_training_equals_ddp():
 
 @on_ranks(2)
 def test_stochastic_layers_in_training_and_in_evaluation():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2))
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2))

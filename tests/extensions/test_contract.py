@@ -289,7 +289,6 @@ def test_methods_may_be_put_on_local_tensors_after_materialization(kind):
 
 @on_ranks(2)
 def test_methods_may_be_put_on_plain_local_tensors_after_the_first_step():
-    torch.manual_seed(0)
     model, reference = with_reference(nn.Linear(7, 5), fully_shard, mesh=cpu_mesh())
     x = torch.randn(3, 7)
     assert torch.equal(model(x), reference(x))
@@ -427,7 +426,6 @@ def test_deepcopy_and_casts_keep_the_subclass():
 
 @on_ranks(2, 3)
 def test_materialize_gives_a_subclass_on_the_meta_device_the_unsharded_models_values():
-    torch.manual_seed(0)
     reference = mlp(9)
     with torch.device("meta"):
         model = wrap_weights(mlp(9), RowInt8)

@@ -7,7 +7,6 @@ import functools
 import warnings
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -53,7 +52,6 @@ class CheckpointedInside(Block):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_a_checkpoint_outside_of_the_sharded_block(reentrant, after, needs_input_grad):
-    torch.manual_seed(0)
     model, reference = with_reference(Checkpointed(reentrant), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
@@ -123,7 +121,6 @@ class OneCheckpointOverSeveralBlocks(nn.Module):
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_one_checkpoint_over_several_sharded_blocks(reentrant, after):
-    torch.manual_seed(0)
     model, reference = with_reference(OneCheckpointOverSeveralBlocks(reentrant), shard_blocks, after)
     assert_trains_bitwise_as(model, reference, batches())
 
@@ -131,7 +128,6 @@ def test_one_checkpoint_over_several_sharded_blocks(reentrant, after):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_inside_of_a_checkpoint(reentrant):
-    torch.manual_seed(0)
     model = OneCheckpointOverSeveralBlocks(reentrant)
     model.blocks = nn.ModuleList(CheckpointedInside(7) for _ in range(4))
     for block in model.blocks:
@@ -161,7 +157,6 @@ def test_the_whole_model_under_one_checkpoint(reentrant):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_with_accumulation(reentrant):
-    torch.manual_seed(0)
     model, reference = with_reference(Checkpointed(reentrant), shard_blocks)
     iteration = micro_batches(2, set_requires_gradient_sync=[1])
     assert_trains_bitwise_as(model, reference, batches(), sgd, iteration)
@@ -170,7 +165,6 @@ def test_checkpointing_with_accumulation(reentrant):
 @on_ranks(4)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_while_parameters_are_kept_over_fewer_ranks(reentrant):
-    torch.manual_seed(0)
     model, reference = with_reference(Checkpointed(reentrant))
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=2)
@@ -186,7 +180,6 @@ def test_a_recomputation_that_stops_early_does_not_keep_blocks_unsharded(reentra
     Cause: non-reentrant checkpointing leaves a recomputed forward as soon as it has all it needs, so our post-hook did not run and the
     block counted as running for good.
     """
-    torch.manual_seed(0)
     model = Checkpointed(reentrant)
     shard_blocks(model)
     x = batches(1)[0]

@@ -171,7 +171,6 @@ def test_a_narrow_reduction_rounds_each_micro_batch_or_the_sum_with_the_later_on
 
 @on_ranks(1, 2)
 def test_unsynced_gradients_stay_on_the_unsharded_parameters_and_survive_what_reshards_them():
-    torch.manual_seed(0)
     model, reference = with_reference(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)))
     with semantics("2.15"):
         for layer in (model[0], model[2], model):

@@ -100,7 +100,6 @@ class WithAuxiliaryLoss(nn.Module):
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("separately", [True, False])
 def test_auxiliary_losses(separately, after):
-    torch.manual_seed(0)
     model, reference = with_reference(WithAuxiliaryLoss(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
@@ -136,7 +135,6 @@ class Bootstrapped(nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False])
 def test_forwards_without_grad_inside_of_a_forward_with(after):
-    torch.manual_seed(0)
     model, reference = with_reference(Bootstrapped(), shard_blocks, after)
     steps = fed_own_chunk(model, batches())
     assert steps[0].grads["blocks.0.scale"] is None
@@ -177,7 +175,6 @@ class Cut(nn.Module):
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_graph_in_pieces(after, at_once):
-    torch.manual_seed(0)
     model, reference = with_reference(Cut(), shard_blocks, after)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:
@@ -194,7 +191,6 @@ def test_a_graph_in_pieces(after, at_once):
 
 @on_ranks(2, 3)
 def test_a_backward_with_a_gradient_of_its_own_for_a_part_of_the_outputs():
-    torch.manual_seed(0)
     model, reference = with_reference(WithAuxiliaryLoss(), shard_blocks)
 
     def iteration(model: nn.Module, x: Tensor) -> Tensor:

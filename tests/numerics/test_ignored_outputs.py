@@ -171,7 +171,6 @@ def test_a_checkpoint_of_several_units_that_only_some_ranks_recompute_is_an_erro
     Symptom, where each unit has another checkpoint of its own inside: a hang, or gloo ended the process. Cause: only the innermost
     checkpoint was looked at, which has one unit.
     """
-    torch.manual_seed(0)
     model = Branches()
     kind = Checkpointed if nested else Block
     model.deep = nn.ModuleList(nn.Sequential(*(kind(DIM) for _ in range(3))) for _ in range(2))
@@ -189,7 +188,6 @@ def test_a_checkpoint_of_several_units_that_only_some_ranks_recompute_is_an_erro
 
 @on_ranks(4, timeout=60)
 def test_ignored_outputs_on_replicas_of_shards():
-    torch.manual_seed(0)
     model, reference = with_reference(Branches())
     mesh = cpu_mesh(2, 2)
     for module in [*model.trunk, *model.deep, *model.heads, model]:
@@ -250,7 +248,6 @@ def shard_apart(model: Apart) -> FSDPModule:
 
 @on_ranks(2, timeout=30)
 def test_forwards_that_share_one_backward_whatever_a_rank_uses_of_them():
-    torch.manual_seed(0)
     reference = Apart()
     model = shard_apart(copy.deepcopy(reference))
     for uses in APART.values():
@@ -263,7 +260,6 @@ def test_forwards_that_share_one_backward_whatever_a_rank_uses_of_them():
 
 @on_ranks(2, timeout=30)
 def test_what_is_known_of_a_forward_dies_with_its_graph():
-    torch.manual_seed(0)
     model = shard_apart(Apart())
     schedule = None
     for index in range(5):

@@ -96,7 +96,6 @@ class WrappingBlock(nn.Module):
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensors_travel_in_containers(shape, after):
-    torch.manual_seed(0)
     model, reference = with_reference(Wrapping(shape), shard_blocks, after)
     kinds = []
 
@@ -115,7 +114,6 @@ def test_tensors_travel_in_containers(shape, after):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("used", ["hidden", "extra"])
 def test_a_loss_of_one_output_alone_reaches_its_part_of_the_model(used):
-    torch.manual_seed(0)
     model, reference = with_reference(Wrapping("a dict"), shard_blocks)
     iteration = backward_of(lambda model, x: model(x)[used].square().mean())
     assert_trains_bitwise_as(model, reference, batches(), iteration=iteration)
@@ -148,7 +146,6 @@ class PassesThroughBlock(nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False])
 def test_an_input_that_is_returned_as_it_came(after):
-    torch.manual_seed(0)
     model = PassesThrough()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
     shard_blocks(model, after)
@@ -167,7 +164,6 @@ class ViewOutput(nn.Linear):
 @pytest.mark.parametrize("is_view", [True, False])
 @pytest.mark.parametrize("after", [True, False])
 def test_outputs_changed_in_place(after, is_view):
-    torch.manual_seed(0)
     model, reference = with_reference(ChangedInPlace(is_view), shard_blocks, after)
     assert_trains_bitwise_as(model, reference, batches())
 
@@ -213,7 +209,6 @@ class InputInPlaceBlock(nn.Module):
 
 @on_ranks(1, 2, 3)
 def test_inputs_changed_in_place():
-    torch.manual_seed(0)
     model = InputInPlace()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
     shard_blocks(model)
@@ -246,7 +241,6 @@ class ReturnsParameterBlock(nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False])
 def test_a_parameter_as_an_output(after):
-    torch.manual_seed(0)
     model, reference = with_reference(ReturnsParameter(), shard_blocks, after)
     assert_trains_as(model, reference, batches())
 
@@ -277,7 +271,6 @@ class CrossAttention(nn.Module):
 @pytest.mark.parametrize("by_keyword", [True, False])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_a_memory_shared_by_all_blocks(after, by_keyword, optimizer):
-    torch.manual_seed(0)
     model, reference = with_reference(CrossAttention(by_keyword))
     fully_shard(model.encoder, mesh=cpu_mesh(), reshard_after_forward=after)
     shard_blocks(model, after)
@@ -314,7 +307,6 @@ class KeywordsOnlyBlock(nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_inputs_by_keyword_and_in_containers_get_their_gradients(needs_input_grad):
-    torch.manual_seed(0)
     model, reference = with_reference(KeywordsOnly(), shard_blocks)
     for x in batches():
         results = []
@@ -333,7 +325,6 @@ def test_inputs_by_keyword_and_in_containers_get_their_gradients(needs_input_gra
 
 @on_ranks(2, 3)
 def test_one_tensor_given_twice_gets_one_gradient():
-    torch.manual_seed(0)
     model, reference = with_reference(Attention(6), fully_shard, mesh=cpu_mesh())
     x = torch.randn(4, 5, 6, requires_grad=True)
     grads = []
@@ -346,7 +337,6 @@ def test_one_tensor_given_twice_gets_one_gradient():
 
 @on_ranks(1, 2, 3)
 def test_gradients_of_inputs_by_autograd_grad():
-    torch.manual_seed(0)
     model, reference = with_reference(nn.Sequential(Block(7), Block(7)), shard_blocks)
     x = batches()[0].requires_grad_()
     for _ in range(2):
@@ -375,7 +365,6 @@ class WithMethods(nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False])
 def test_methods_registered_as_forward(after):
-    torch.manual_seed(0)
     model, reference = with_reference(WithMethods(), fully_shard, mesh=cpu_mesh(), reshard_after_forward=after)
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "decode")
@@ -385,7 +374,6 @@ def test_methods_registered_as_forward(after):
 
 @on_ranks(2, 3)
 def test_hooks_of_the_user_see_unsharded_parameters_and_may_change_what_passes():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5))
     seen = []
 
@@ -456,7 +444,6 @@ def stored_losses_alone(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("iteration", [with_stored_losses, stored_losses_alone])
 def test_tensors_that_forward_leaves_on_modules(after, iteration):
     """Symptom: backward failed on freed storage, because it did not begin at an output."""
-    torch.manual_seed(0)
     model, reference = with_reference(RoutedBlocks(), shard_blocks, after)
     assert_trains_as(model, reference, batches(3), iteration=iteration)
 
@@ -465,7 +452,6 @@ def test_tensors_that_forward_leaves_on_modules(after, iteration):
 @pytest.mark.parametrize("first", ["frozen", "evaluation"])
 def test_tensors_that_forward_leaves_on_modules_but_not_in_the_first(first):
     """Symptom: backward failed on freed storage. Cause: what had no graph in the first forward was not looked for any more."""
-    torch.manual_seed(0)
     model, reference = with_reference(RoutedBlocks(), shard_blocks, True)
     for each in (model, reference):
         each.requires_grad_(first != "frozen").train(first != "evaluation")

@@ -141,7 +141,6 @@ def in_hooks(model: nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_an_optimizer_in_hooks_steps_once_for_each_parameter_of_a_list(way, unused):
     """With single layers as modules, whose backward needs no parameters, the early reduction was no crash but wrong in silence."""
-    torch.manual_seed(0)
     model, reference = with_reference(Lists(way, nn.Linear))
     fully_shard([model.a, model.b], mesh=cpu_mesh(), reshard_after_forward=True)
     fully_shard(model, mesh=cpu_mesh()).set_reduce_scatter_unused_params(unused)
@@ -174,7 +173,6 @@ class Repeated(nn.Module):
 @on_ranks(2, timeout=30)
 @pytest.mark.parametrize("unused", [False, True])
 def test_an_optimizer_in_hooks_steps_once_for_a_module_that_ran_twice(unused):
-    torch.manual_seed(0)
     model, reference = with_reference(Repeated())
     fully_shard(model.block, mesh=cpu_mesh(), reshard_after_forward=True)
     fully_shard(model, mesh=cpu_mesh()).set_reduce_scatter_unused_params(unused)

@@ -118,7 +118,6 @@ def test_fp16_gradients_too_large_for_a_plain_sum_survive_the_reduction():
 @on_ranks(2, 3)
 def test_small_and_large_values_of_bf16_travel_unharmed():
     """A flag per parameter travels with the gradients: it must not disturb them, whatever their size."""
-    torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False)
     fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     for size in (1e-30, 1e30):
@@ -205,7 +204,6 @@ def test_parameters_of_several_dtypes_share_one_compute_dtype():
         def forward(self, x: Tensor) -> Tensor:
             return self.last(torch.tanh(self.first(x)))
 
-    torch.manual_seed(0)
     model = Model()
     low = copy.deepcopy(model).to(BF16)
     fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))

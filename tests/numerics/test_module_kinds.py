@@ -39,7 +39,6 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("own_group", [True, False])
 def test_recurrent_layers_which_keep_copies_of_their_parameters(kind, own_group):
-    torch.manual_seed(0)
     model, reference = with_reference(Recurrent(kind))
     if own_group:
         fully_shard(model.recurrent, mesh=cpu_mesh())
@@ -52,7 +51,6 @@ def test_recurrent_layers_which_keep_copies_of_their_parameters(kind, own_group)
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("own_group", [True, False])
 def test_an_embedding_with_max_norm_shrinks_its_rows_in_place(own_group):
-    torch.manual_seed(0)
     model, reference = with_reference(nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 5)))
     if own_group:
         fully_shard(model[0], mesh=cpu_mesh())
@@ -73,7 +71,6 @@ def test_an_embedding_with_max_norm_shrinks_its_rows_in_place(own_group):
 @pytest.mark.parametrize("after", [True, False])
 def test_an_embedding_with_max_norm_trains_as_unsharded(after, own_group):
     """torch's FSDP2 drops what forward shrank, so that its weights differ from the second step on."""
-    torch.manual_seed(0)
     model, reference = with_reference(nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 5)))
     if own_group:
         fully_shard(model[0], mesh=cpu_mesh(), reshard_after_forward=after)
@@ -109,7 +106,6 @@ def test_sparse_gradients_are_refused_by_name():
 
 @on_ranks(1, 2, 3)
 def test_buffers_stay_whole_and_are_the_modules_own():
-    torch.manual_seed(0)
     model, reference = with_reference(WithBuffers(), fully_shard, mesh=cpu_mesh())
     assert_trains_bitwise_as(model, reference, batches())
     assert model.calls == 3
@@ -119,7 +115,6 @@ def test_buffers_stay_whole_and_are_the_modules_own():
 
 @on_ranks(2, 3)
 def test_batch_norm_keeps_statistics_of_its_own_rows():
-    torch.manual_seed(0)
     model, reference = with_reference(nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)), fully_shard, mesh=cpu_mesh())
     for x in batches():
         forward_backward(model, own_chunk(x))
@@ -132,7 +127,6 @@ def test_batch_norm_keeps_statistics_of_its_own_rows():
 
 @on_ranks(1, 2, 3)
 def test_dropout_draws_as_in_the_unsharded_model():
-    torch.manual_seed(0)
     model, reference = with_reference(nn.Sequential(nn.Linear(7, 6), nn.Dropout(0.5), nn.Linear(6, 5)), fully_shard, mesh=cpu_mesh())
     x = batches()[0]
     torch.manual_seed(3)
@@ -154,7 +148,6 @@ class Parametrized(nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("own_group", [True, False])
 def test_parametrized_weights(own_group):
-    torch.manual_seed(0)
     model, reference = with_reference(Parametrized())
     if own_group:
         fully_shard(model.first, mesh=cpu_mesh())
@@ -174,7 +167,6 @@ class ParameterContainers(nn.Module):
 
 @on_ranks(1, 2, 3)
 def test_parameter_lists_and_dicts():
-    torch.manual_seed(0)
     model, reference = with_reference(ParameterContainers(), fully_shard, mesh=cpu_mesh())
     assert_trains_bitwise_as(model, reference, batches())
 

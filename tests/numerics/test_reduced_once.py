@@ -103,7 +103,6 @@ class Branch(nn.Module):
 @on_ranks(4)
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_a_partial_sum_of_a_group_that_the_last_micro_batch_does_not_use_is_all_reduced_in_it(in_flight):
-    torch.manual_seed(0)
     model, reference = with_reference(Branch())
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=cpu_mesh(2, 2)).set_reduce_scatter_max_input_buffers(in_flight)
@@ -145,7 +144,6 @@ class Table(nn.Module):
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_the_other_groups_of_a_unit_that_lends_a_tied_parameter(needs_input_grad, unused):
-    torch.manual_seed(0)
     model, reference = with_reference(Lender())
     fully_shard(model.table, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())

@@ -63,7 +63,6 @@ class TiedAcrossBlocks(nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("as_a_list", [True, False])
 def test_a_weight_shared_by_two_layers_of_one_group(as_a_list):
-    torch.manual_seed(0)
     model, reference = with_reference(TiedAcrossBlocks())
     if as_a_list:
         fully_shard([model.blocks[0], model.blocks[1], model.blocks[2]], mesh=cpu_mesh())
@@ -90,7 +89,6 @@ class SharedModule(nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False])
 def test_a_module_under_two_names(after):
-    torch.manual_seed(0)
     model, reference = with_reference(SharedModule())
     fully_shard(model.first, mesh=cpu_mesh(), reshard_after_forward=after)
     fully_shard(model.middle, mesh=cpu_mesh(), reshard_after_forward=after)
@@ -120,7 +118,6 @@ class Repeated(nn.Module):
 @pytest.mark.parametrize("after", [True, False, None])
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_blocks_called_several_times_before_backward(after, needs_input_grad):
-    torch.manual_seed(0)
     model = Repeated()
     reference, whole = copy.deepcopy(model), copy.deepcopy(model)
     shard_blocks(model, after)
@@ -198,7 +195,6 @@ ORDERS = [[0, 1, 2, 3], [3, 2, 1, 0], [0, 2], [1, 3, 0], [0, 1, 2, 3], [2, 2, 0]
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False])
 def test_an_order_that_differs_between_iterations_costs_overlap_only(after):
-    torch.manual_seed(0)
     model, reference = with_reference(Reordered(), shard_blocks, after)
 
     def iterations():
@@ -238,7 +234,6 @@ def test_explicit_prefetch_lists_change_no_number():
 
 @on_ranks(2, 3)
 def test_prefetching_a_module_that_does_not_run_leaves_it_sharded_and_valid():
-    torch.manual_seed(0)
     model, reference = with_reference(Reordered())
     model.order = reference.order = [0, 1]
     shard_blocks(model)
@@ -323,7 +318,6 @@ class Nest(nn.Module):
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("after", [True, False, None])
 def test_groups_nested_in_groups(after):
-    torch.manual_seed(0)
     model, reference = with_reference(Nest(3))
     for module in reversed([module for module in model.modules() if isinstance(module, Nest)]):
         fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=after)
@@ -342,7 +336,6 @@ class OnlyChildrenHaveParameters(nn.Module):
 
 @on_ranks(1, 2, 3)
 def test_a_root_without_parameters_of_its_own():
-    torch.manual_seed(0)
     model, reference = with_reference(OnlyChildrenHaveParameters())
     fully_shard(model.left, mesh=cpu_mesh())
     fully_shard(model.right, mesh=cpu_mesh())

@@ -226,7 +226,6 @@ def test_ranks_that_call_groups_in_different_orders_are_told():
 @on_ranks(4, timeout=60)
 @pytest.mark.slow
 def test_every_rank_of_replicas_of_shards_is_told():
-    torch.manual_seed(0)
     model, reference = with_reference(Model())
     for block in [*model.blocks, model]:
         fully_shard(block, mesh=cpu_mesh(2, 2), reshard_after_forward=False)
@@ -374,7 +373,6 @@ def test_one_rank_may_call_a_block_alone_between_forward_and_backward():
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_rank_whose_loss_ignores_a_block_with_plain_input_takes_part_at_the_end(strategy, holds):
     """Symptom: with blocks of equal sizes the gradients of one in the other, with others a hang. holds: the graph is still there."""
-    torch.manual_seed(0)
     reference = Towers()
     model = parallelize(copy.deepcopy(reference), strategy, wrap={Block})
     x, *_ = batches(1)
@@ -394,7 +392,6 @@ def test_a_rank_whose_loss_ignores_a_block_with_plain_input_takes_part_at_the_en
 @on_ranks(2, timeout=60)
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_loss_that_ignores_a_block_with_plain_input_is_an_error_by_name_where_backward_gathers(holds):
-    torch.manual_seed(0)
     reference = Towers()
     model = parallelize(copy.deepcopy(reference), "zero3", wrap={Block})
     x, *_ = batches(1)
@@ -483,7 +480,6 @@ def test_a_rank_that_leaves_out_a_unit_that_lends_one_of_its_groups_is_told(mine
 
 @on_ranks(2, timeout=60)
 def test_ranks_may_call_a_lender_different_numbers_of_times_where_the_root_keeps_what_it_borrows():
-    torch.manual_seed(0)
     reference = Model(2)
     reference.first.weight = reference.blocks[0].linear.weight
     model = parallelize(copy.deepcopy(reference), "zero3", wrap={Block})
@@ -494,7 +490,6 @@ def test_ranks_may_call_a_lender_different_numbers_of_times_where_the_root_keeps
 
 @on_ranks(2, timeout=60)
 def test_units_over_the_same_ranks_through_other_process_groups_are_compared_too():
-    torch.manual_seed(0)
     model, reference = with_reference(Model())
     other = DeviceMesh.from_group(dist.new_group(), cpu_mesh().device_type, mesh_dim_names=("shard",))
     for block in model.blocks[1:3]:
@@ -525,7 +520,6 @@ class Twice(nn.Module):
 @on_ranks(2, timeout=60)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_losses_that_use_different_calls_of_a_block_are_an_error_by_name(strategy):
-    torch.manual_seed(0)
     reference = Twice()
     model = parallelize(copy.deepcopy(reference), strategy, wrap={Block})
     x, *_ = batches(1)

@@ -49,7 +49,6 @@ class Routed(nn.Module):
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_parameters_unused_on_every_rank_keep_no_gradient(optimizer):
     """With None instead of zeros, weight decay and momentum leave them alone, like in the unsharded model."""
-    torch.manual_seed(0)
     model, reference = with_reference(Routed(), shard_blocks)
     steps = fed_own_chunk(model, batches(), optimizer)
     assert steps[-1].grads["spare.weight"] is None
@@ -101,7 +100,6 @@ USES = {
 @pytest.mark.parametrize("uses", USES)
 def test_a_parameter_unused_on_some_ranks_gets_its_gradient_on_all(uses, after, needs_input_grad):
     """Reducing what happens to arrive would let two groups of equal shapes swap their gradients without an error."""
-    torch.manual_seed(0)
     model, reference = with_reference(ChoosingBlocks())
     if after == "one group":
         fully_shard(model, mesh=cpu_mesh())
@@ -119,7 +117,6 @@ def test_a_parameter_unused_on_some_ranks_gets_its_gradient_on_all(uses, after, 
 @pytest.mark.parametrize("after", [True, False])
 def test_a_model_that_returns_its_input_reduces_once(after):
     """The node of its input is the node of its output: backward begins and ends in it, in this order."""
-    torch.manual_seed(0)
     model, reference = with_reference(Choosing(2), fully_shard, mesh=cpu_mesh(), reshard_after_forward=after)
     for x in batches():
         model(own_chunk(x).requires_grad_(), [] if dist.get_rank() == 0 else [1]).square().mean().backward()
@@ -131,7 +128,6 @@ def test_a_model_that_returns_its_input_reduces_once(after):
 
 @on_ranks(2, 3, timeout=30)
 def test_unused_parameters_get_zeros_where_that_was_asked_for():
-    torch.manual_seed(0)
     model = Routed()
     shard_blocks(model)
     model.set_reduce_scatter_unused_params(True)

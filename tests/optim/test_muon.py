@@ -63,7 +63,6 @@ def test_sharded_muon_trains_as_torchs_does_unsharded(adjustment):
 @on_ranks(3)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_uneven_and_empty_shards_on_any_dim(dim):
-    torch.manual_seed(0)
     model, unsharded = with_reference(nn.Sequential(nn.Linear(7, 2), nn.Tanh(), nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)))
     fully_shard(model, mesh=cpu_mesh(3), shard_placement_fn=lambda param: Shard(dim if param.dim() > 1 else 0))
     train(model, [Muon(model, **OPTIONS)], batches(3))

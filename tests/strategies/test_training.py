@@ -336,7 +336,6 @@ def test_all_ranks_begin_with_the_values_of_the_first():
 def test_a_model_on_the_meta_device_is_materialized_afterwards(strategy):
     from fsdp2 import materialize
 
-    torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 7))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 7))

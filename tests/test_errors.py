@@ -544,53 +544,71 @@ def test_a_switch_takes_0_and_1_as_torchs_does_and_refuses_what_is_no_bool(name,
 # --- texts --------------------------------------------------------------------------------------------------------------------------
 
 
-def text_of(name: str, mesh: DeviceMesh) -> str:
-    case = BY_NAME[name]
-    return str(raised(fsdp2, case, case.make(), mesh))
-
-
-def test_text_for_a_container(mesh):
-    assert_expected_inline(
-        text_of("a ModuleList", mesh),
-        """\
+TEXTS = {
+    "a ModuleList": """\
 [rank 0] fully_shard does not support containers that do not implement forward: ModuleList
   expected: a module whose forward runs, because that is when its parameters are gathered
   fix:      call fully_shard on each of its items, or pass list(container) to make them one group""",
-    )
-
-
-def test_text_for_what_is_no_module(mesh):
-    assert_expected_inline(
-        text_of("None", mesh),
-        """\
+    "None": """\
 [rank 0] fully_shard got an object of type NoneType: None
   expected: an nn.Module or a list of them (in an order that is the same on all ranks)
   fix:      pass the module itself, or list(modules)""",
-    )
-    assert_expected_inline(
-        text_of("an empty list", mesh),
-        """\
+    "an empty list": """\
 [rank 0] fully_shard got an empty list
   expected: at least one module
   fix:      pass the modules of one group""",
-    )
-    assert_expected_inline(
-        text_of("a list with a number", mesh),
-        """\
+    "a list with a number": """\
 [rank 0] fully_shard got module[1]=3 of type int
   expected: a list of nn.Module
   fix:      pass modules only""",
-    )
-
-
-def test_text_for_the_same_module_twice(mesh):
-    assert_expected_inline(
-        text_of("the same module twice in a list", mesh),
-        """\
+    "the same module twice in a list": """\
 [rank 0] fully_shard got a list that has the same Linear more than once
   expected: each module at most once
   fix:      leave the others out: a shared module belongs to one group""",
-    )
+    "a mesh that is a string": """\
+[rank 0] fully_shard got mesh='dp' of type str
+  expected: a torch.distributed.device_mesh.DeviceMesh or None
+  fix:      build one with init_device_mesh(device_type, (world_size,))""",
+    "reshard_after_forward=3": """\
+[rank 0] fully_shard got reshard_after_forward=3
+  expected: a bool, None, or an int that is a factor of 4, the size of the shard axis: [1, 2, 4]
+  fix:      for instance the number of ranks on a node""",
+    "Shard(1) of a 1-D parameter": """\
+[rank 0] 4 parameters cannot be sharded as asked
+  0.bias (8,): Shard(1) names a dim that it does not have
+  1.weight (8,): Shard(1) names a dim that it does not have
+  1.bias (8,): Shard(1) names a dim that it does not have
+  2.bias (8,): Shard(1) names a dim that it does not have
+  expected: dense tensors, and None or Shard(dim) with -ndim <= dim < ndim from shard_placement_fn
+  fix:      change what shard_placement_fn returns for them, or pass them in ignored_params""",
+    "a lazy parameter": """\
+[rank 0] 2 parameters cannot be sharded as asked
+  weight: has no shape yet; run a forward pass with an input of the right shape before
+  bias: has no shape yet; run a forward pass with an input of the right shape before
+  expected: dense tensors, and None or Shard(dim) with -ndim <= dim < ndim from shard_placement_fn
+  fix:      change what shard_placement_fn returns for them, or pass them in ignored_params""",
+    "param_dtype that is a string": """\
+[rank 0] MixedPrecisionPolicy got param_dtype='bfloat16'
+  expected: a floating-point torch.dtype or None
+  fix:      for instance param_dtype=torch.bfloat16""",
+    "offload_policy=True": """\
+[rank 0] fully_shard got offload_policy=True of type bool
+  expected: an OffloadPolicy (of fsdp2 or torch.distributed.fsdp), or None
+  fix:      pass CPUOffloadPolicy() to offload, or leave it out""",
+    "ignored_params that is a list": """\
+[rank 0] fully_shard got ignored_params of type list
+  expected: a set of nn.Parameter
+  fix:      pass set(params): parameters compare by identity in a set, by value in a list""",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text(name, mesh):
+    case = BY_NAME[name]
+    assert str(raised(fsdp2, case, case.make(), mesh)) == TEXTS[name]
+
+
+def test_text_for_the_same_module_twice(mesh):
     module = fully_shard(net(), mesh=mesh)
     with pytest.raises(ModuleError) as error:
         fully_shard(module, mesh=mesh)
@@ -613,73 +631,6 @@ def test_text_for_meshes(mesh):
 [rank 0] fully_shard got a 3-D mesh: <mesh>
   expected: a 1-D mesh (shard) or a 2-D mesh (replicate, shard)
   fix:      slice the data-parallel axes out of it by name, for instance mesh['dp'], or pass dp_mesh_dims""",
-    )
-    assert_expected_inline(
-        text_of("a mesh that is a string", mesh),
-        """\
-[rank 0] fully_shard got mesh='dp' of type str
-  expected: a torch.distributed.device_mesh.DeviceMesh or None
-  fix:      build one with init_device_mesh(device_type, (world_size,))""",
-    )
-
-
-def test_text_for_reshard_after_forward(mesh):
-    assert_expected_inline(
-        text_of("reshard_after_forward=3", mesh),
-        """\
-[rank 0] fully_shard got reshard_after_forward=3
-  expected: a bool, None, or an int that is a factor of 4, the size of the shard axis: [1, 2, 4]
-  fix:      for instance the number of ranks on a node""",
-    )
-
-
-def test_text_for_placements_names_every_parameter(mesh):
-    assert_expected_inline(
-        text_of("Shard(1) of a 1-D parameter", mesh),
-        """\
-[rank 0] 4 parameters cannot be sharded as asked
-  0.bias (8,): Shard(1) names a dim that it does not have
-  1.weight (8,): Shard(1) names a dim that it does not have
-  1.bias (8,): Shard(1) names a dim that it does not have
-  2.bias (8,): Shard(1) names a dim that it does not have
-  expected: dense tensors, and None or Shard(dim) with -ndim <= dim < ndim from shard_placement_fn
-  fix:      change what shard_placement_fn returns for them, or pass them in ignored_params""",
-    )
-    assert_expected_inline(
-        text_of("a lazy parameter", mesh),
-        """\
-[rank 0] 2 parameters cannot be sharded as asked
-  weight: has no shape yet; run a forward pass with an input of the right shape before
-  bias: has no shape yet; run a forward pass with an input of the right shape before
-  expected: dense tensors, and None or Shard(dim) with -ndim <= dim < ndim from shard_placement_fn
-  fix:      change what shard_placement_fn returns for them, or pass them in ignored_params""",
-    )
-
-
-def test_text_for_policies(mesh):
-    assert_expected_inline(
-        text_of("param_dtype that is a string", mesh),
-        """\
-[rank 0] MixedPrecisionPolicy got param_dtype='bfloat16'
-  expected: a floating-point torch.dtype or None
-  fix:      for instance param_dtype=torch.bfloat16""",
-    )
-    assert_expected_inline(
-        text_of("offload_policy=True", mesh),
-        """\
-[rank 0] fully_shard got offload_policy=True of type bool
-  expected: an OffloadPolicy (of fsdp2 or torch.distributed.fsdp), or None
-  fix:      pass CPUOffloadPolicy() to offload, or leave it out""",
-    )
-
-
-def test_text_for_ignored_params(mesh):
-    assert_expected_inline(
-        text_of("ignored_params that is a list", mesh),
-        """\
-[rank 0] fully_shard got ignored_params of type list
-  expected: a set of nn.Parameter
-  fix:      pass set(params): parameters compare by identity in a set, by value in a list""",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import OrderError, fully_shard, parallelize
+from fsdp2.policy import ReduceScatter
+from fsdp2.torch_names import torch_collectives
 from harness import cpu_mesh, on_ranks
 from harness.models import batches
 from harness.sharding import with_reference
@@ -403,6 +406,79 @@ def test_a_loss_that_ignores_a_block_with_plain_input_is_an_error_by_name_where_
         loss.backward()
     model.reset_iter_state()
     check_each_rank(model, reference, lambda model, rank: torch.stack([each.square().mean() for each in model(x)]).sum())
+
+
+def kept_towers() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    reference = Towers()
+    model = copy.deepcopy(reference)
+    for module in (model.left, model.right, model):
+        fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=False)
+    return model, reference
+
+
+def sum_of_both(model: nn.Module, rank: int = 0) -> Tensor:
+    return torch.stack([each.square().mean() for each in model(batches(1)[0])]).sum()
+
+
+class Plain(ReduceScatter):
+    """Reduces as a communicator of the user's: no flags tell which parameters other ranks used."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False):
+        return torch_collectives.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("custom", [False, True])
+def test_ranks_reduce_what_their_losses_ignore_unless_a_custom_communicator_reduces_it(custom):
+    model, reference = kept_towers()
+    if custom:
+        model.right.set_custom_reduce_scatter(Plain())
+    check_each_rank(model, reference, sum_of_both)
+    x, *_ = batches(1)
+
+    def loss_of(model: nn.Module, rank: int) -> Tensor:
+        left, right = model(x)
+        return left.square().mean() if rank else left.square().mean() + right.square().mean()
+
+    if not custom:
+        check_each_rank(model, reference, loss_of)
+        return
+    with pytest.raises(OrderError, match=r"right: .*ranks \[1\] does not have it"):
+        loss_of(model, dist.get_rank()).backward()
+    model.reset_iter_state()
+    check_each_rank(model, reference, sum_of_both)
+
+
+@on_ranks(2, timeout=60)
+def test_a_rank_that_leaves_out_a_root_that_others_reach_second_is_told():
+    """No end of a backward through that root comes on this rank, so it can't reduce there."""
+    torch.manual_seed(0)
+    first, second = (fully_shard(nn.Linear(DIM, DIM), mesh=cpu_mesh(2, 1)) for _ in range(2))
+    x, *_ = batches(1)
+    (second(x) + first(x)).sum().backward()
+    for root in (first, second):
+        root.zero_grad()
+    with pytest.raises(OrderError, match=r"(?s)1 units.*the root FSDPLinear: .*ranks \[1\] does not have it"):
+        (first(x) if dist.get_rank() else second(x) + first(x)).sum().backward()
+    assert all(param.grad is None for root in (first, second) for param in root.parameters())
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("unit", ["left", "right"])
+def test_ranks_decide_alike_though_one_of_them_alone_has_resharded_a_unit(unit):
+    model, reference = kept_towers()
+    check_each_rank(model, reference, sum_of_both)
+    loss = sum_of_both(model)
+    if dist.get_rank() == 0:
+        model.get_submodule(unit).reshard()
+    with pytest.raises(OrderError, match=rf"(?s)1 units.*{unit}: .*ranks \[1\] reduces it last; .*ranks \[0\] reduces it last, for"):
+        loss.backward()
+    model.reset_iter_state()
+    check_each_rank(model, reference, sum_of_both)
 
 
 @on_ranks(2, timeout=60)

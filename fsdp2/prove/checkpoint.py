@@ -17,7 +17,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from ..inspect import exchange
 from .parts import fingerprints
 
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -26,15 +25,17 @@ _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 def save(model: nn.Module, optimizer: Optimizer, folder: Path) -> dict[str, Any]:
     """What an event says: fingerprints of tensors, other values as text, and why there are none. Collective: yes, of all ranks."""
 
-    no_dist = not dist.is_initialized()
-    return _with_state(model, optimizer, lambda state: state_dict_saver.save(state, checkpoint_id=folder, no_dist=no_dist))
+    def write(state: dict[str, Any], group: Any) -> None:
+        state_dict_saver.save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+
+    return _with_state(model, optimizer, write)
 
 
 def load(model: nn.Module, optimizer: Optimizer, folder: Path) -> dict[str, Any]:
     """The same of the state after loading. Collective: yes, of all ranks."""
 
-    def read(state: dict[str, Any]) -> None:
-        state_dict_loader.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    def read(state: dict[str, Any], group: Any) -> None:
+        state_dict_loader.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_BY_NAME)
         state.update(_state(model, optimizer))
 
@@ -46,17 +47,20 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": of_model, "optimizer": of_optimizer}
 
 
-def _with_state(model: nn.Module, optimizer: Optimizer, use: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def _with_state(model: nn.Module, optimizer: Optimizer, use: Callable[[dict[str, Any], Any], None]) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    parts: tuple[Callable[[], None], ...] = (lambda: state.update(_state(model, optimizer)), lambda: use(state))
+    group = dist.new_group() if dist.is_initialized() else None  # threads of the script may use the others just now
+    parts: tuple[Callable[[], None], ...] = (lambda: state.update(_state(model, optimizer)), lambda: use(state, group))
     for part in parts:
         failure = ""
         try:
             part()
         except Exception as error:  # the calls are torch's, and the modules the user's
             failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        failure = next(filter(None, exchange(failure) if dist.is_initialized() else [failure]), "")
-        if failure:
+        failures = [failure]
+        if group is not None:
+            dist.all_gather_object(failures := [""] * group.size(), failure, group)
+        if failure := next(filter(None, failures), ""):
             return {"failure": failure}
     values = {f"{kind} {name}": value for kind, each in state.items() for name, value in each.items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and not value.is_complex()}

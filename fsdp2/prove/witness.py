@@ -15,6 +15,7 @@ import inspect
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,6 +126,7 @@ class Witness(Teller):
         self._taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._first: nn.Module | None = None
         self._scales: Scales | None = None
+        self._saving: int | None = None  # the thread, whose collectives are not the program's
         self.place = ""
 
     def _names(self) -> contextlib.AbstractContextManager[Any]:
@@ -232,7 +234,9 @@ class Witness(Teller):
             self._tell("buffers", step, optimizer=self._number(optimizer), values=self._seen(buffers))
         is_last = self.role == "real" and step == self._max_steps and len(self._taken) == 1
         if is_last and self._first is not None and (self._meeting is None or self._meeting.hold(range(dist.get_world_size()))):
+            self._saving = threading.get_ident()
             self._tell("saved", step, **save(self._first, optimizer, Path(self._folder, "checkpoint")))
+            self._saving = None
 
     def _on_backward(self, tensors: Any) -> None:
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -240,6 +244,8 @@ class Witness(Teller):
         self._tell("loss", self._step, values=values, eps=max([self._eps, *(eps_of(each.dtype) for each in losses)]))
 
     def _on_collective(self, name: str, group: Any, tensor: Any) -> None:
+        if threading.get_ident() == self._saving:
+            return
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         what = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if isinstance(tensor, Tensor) else "- -"
         self._calls.write(f"{name} {what} {','.join(map(str, ranks))} {self.place}\n".encode())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from . import activations, checkpoint, compat, doctor, optim, publishing, state_bytes, wrap
     from .activations import ActivationCheckpointPolicy as ActivationCheckpointPolicy
     from .activations import apply_activation_checkpointing, apply_activation_offload
-    from .agreed.guarded import guarded_step
+    from .agreed.guarded import guarded, guarded_step
     from .agreed.rounds import uneven
     from .captured import capture
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
@@ -76,6 +76,7 @@ __all__ = [  # noqa: RUF022 (by task)
     "capture",
     "clip_grad_norm_",
     "get_total_norm",
+    "guarded",
     "guarded_step",
     "uneven",
     "apply_activation_checkpointing",
@@ -120,6 +121,7 @@ _ELSEWHERE = {
     "compile": "compiled",
     "install": "installation",
     "ledger": "inspector.ledger_file",
+    "guarded": "agreed.guarded",
     "guarded_step": "agreed.guarded",
     "park": "parking",
     "plan": "planner.api",

@@ -11,11 +11,13 @@ Worked example, 4 ranks: the loss of rank 2 was NaN, and the bad gradient lies i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -23,12 +25,17 @@ from ..arguments import OPTIMIZER, POSITIVE, Kind, require
 from ..clip import clip_coefficient, complete_locals, scale, total_norm
 from ..core.comm.agreement import agree, axes_of, largest_over
 from ..core.group.param import as_sharded
-from ..core.iteration.module_state import sharded_parameters
-from ..errors import ArgumentError
+from ..core.iteration.module_state import ModuleState, sharded_parameters
+from ..core.modules.guarded_pass import GuardedPass
+from ..errors import ArgumentError, FSDPError, OrderError
 from ..hangs.joint_calls import joint
+from ..printable import in_bytes
+from ..strategy import sharded_units
+from .rounds import refuse_what_cannot_stand_in
 
 _MAY_STEP, _NOT_FINITE, _FAILED = range(3)
 _FAILURE = Kind(lambda value: isinstance(value, Exception), "an exception", "error")
+_GUARD = Kind(lambda value: isinstance(value, Guard), "what fsdp2.guarded returns", "guard")
 _SCALER = Kind(lambda value: isinstance(value, torch.amp.GradScaler), "a torch.amp.GradScaler", "fsdp2.optim.GradScaler()")
 
 
@@ -46,6 +53,128 @@ class StepOutcome:
     why: tuple[str, ...] = ()
 
 
+def guarded(model: nn.Module) -> Guard:
+    """A guard for ``with guard:`` around each forward and backward of ``model``: an exception on some ranks does not stop the others.
+
+    The rank on which it came goes on with the pass without computing, so that the others can complete theirs. Then all skip the
+    step, by ``guarded_step(optimizer, guard=guard)``. Errors of fsdp2, and what is no ``Exception``, such as KeyboardInterrupt, leave
+    the ``with`` as usual. If a rank cannot go on after an exception, the ``with`` raises OrderError. Let them end the program.
+
+    model:      one that ``parallelize`` or ``fully_shard`` was called on
+    Collective: no
+    Raises:     ModuleError for a model that is not sharded; ArgumentError for what a rank cannot do without computing
+
+    Example:
+        guard = fsdp2.guarded(model)
+        with guard:
+            model(x).sum().backward()
+        fsdp2.guarded_step(optimizer, guard=guard).taken
+    """
+    units = sharded_units("guarded", model)
+    refuse_what_cannot_stand_in("guarded", model, units)
+    return Guard(model, units)
+
+
+class Guard:
+    """What ``guarded`` returns.
+
+    failed: the first exception since the last ``guarded_step``; None if there was none on this rank
+    """
+
+    failed: Exception | None = None
+
+    def __init__(self, model: nn.Module, units: Sequence[ModuleState]) -> None:
+        self._model = model
+        self._units = units
+        self._pass = GuardedPass(units)
+        self._before: Callable[[], None] | None = None
+
+    def __enter__(self) -> Guard:
+        if self._before is None:
+            self._before = _restoring(self._model, self._units[0].device.type)
+        self._pass.begin()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        guarded = self._pass
+        guarded.stop()
+        try:
+            if error is None:
+                guarded.complete()
+                return False
+            if isinstance(error, FSDPError) or not isinstance(error, Exception):
+                guarded.give_up()
+                return False
+            place = guarded.place
+            problem = guarded.why_not_served(error)
+            if problem is not None:
+                guarded.give_up()
+                raise _cannot_go_on(place, error, problem) from error
+            if self.failed is None:
+                self.failed = error
+            note = f"fsdp2: in {place}"
+            if _is_of_memory(error):
+                note += _memory(self._units)
+            traceback.clear_frames(trace)  # they hold activations
+            vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]  # as ``add_note``, which Python 3.10 lacks
+            try:
+                guarded.serve()
+            except FSDPError:
+                raise
+            except Exception as another:
+                raise _cannot_go_on(place, error, f"{type(another).__name__}: {another}") from error
+            return True
+        finally:
+            guarded.forget()
+
+    def _end_step(self, taken: bool) -> None:
+        if self._before is not None and not taken:
+            self._before()
+        self._before = self.failed = None
+
+
+def _restoring(model: nn.Module, device_type: str) -> Callable[[], None]:
+    """A function that puts random states of torch, and the model's buffers, back to what they are now."""
+    generators = [torch.random, *([] if device_type == "cpu" else [torch.get_device_module(device_type)])]
+    states = [each.get_rng_state() for each in generators]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_rng_state(state)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+    return restore
+
+
+def _is_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _memory(units: Sequence[ModuleState]) -> str:
+    """What the plan of the units says of this rank's memory at this moment."""
+    groups = [group for unit in units for group in unit.groups]
+    kept = sum(complete_locals([param.sharded])[0].nbytes for group in groups for param in group.params)
+    unsharded = [group.plan.unsharded_nbytes for group in groups if group.is_unsharded]
+    largest = max(units, key=lambda unit: unit.unsharded_nbytes)
+    return (
+        f"; its shards of parameters take {in_bytes(kept)}, the {len(unsharded)} of {len(groups)} groups that are unsharded take "
+        f"{in_bytes(sum(unsharded))}; the largest unit unsharded, {largest.fqn or 'the root'}, {in_bytes(largest.unsharded_nbytes)}"
+    )
+
+
+def _cannot_go_on(place: str, error: Exception, problem: str) -> OrderError:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return OrderError(
+        f"rank {rank} has failed in {place}, and cannot go on with this pass for the other ranks: {problem}",
+        items=[f"{type(error).__name__}: {error}"],
+        expected="an exception of the program in a pass like those before it",
+        fix="let this error end the program, which tells it to the other ranks; fix its cause, or start again from a checkpoint",
+    )
+
+
 @joint
 def guarded_step(
     optimizer: Optimizer,
@@ -53,6 +182,7 @@ def guarded_step(
     max_norm: float | None = None,
     failed: Exception | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    guard: Guard | None = None,
 ) -> StepOutcome:
     """``optimizer.step()`` on all ranks, or on none: none steps if a gradient is not finite or a rank passes ``failed``.
 
@@ -62,6 +192,8 @@ def guarded_step(
     max_norm:   clip to this 2-norm before the step, as ``clip_grad_norm_`` does; a norm that is not finite counts as such a gradient
     failed:     this rank's reason not to step, for instance an exception that the program has caught around its loss. The rank must
                 have taken part in the collectives of forward and backward all the same.
+    guard:      of the passes of this step: an exception in them counts as ``failed``, and a step that is not taken also puts torch's
+                random states and the model's buffers back to those before these passes
     scaler:     unscale, step and update with it, instead of ``scaler.step`` and ``scaler.update``. Gradients that are not finite make
                 the scale smaller, as usual; after ``failed`` the scaler is as before. It has no other optimizer.
     Collective: yes, over each mesh axis of the optimizer's parameters: one all-reduce of 8 bytes, which the host reads; with max_norm
@@ -77,6 +209,9 @@ def guarded_step(
     require("guarded_step", POSITIVE.or_none, max_norm=max_norm)
     require("guarded_step", _FAILURE.or_none, failed=failed)
     require("guarded_step", _SCALER.or_none, scaler=scaler)
+    require("guarded_step", _GUARD.or_none, guard=guard)
+    if guard is not None and failed is None:
+        failed = guard.failed
     params = as_sharded([param for group in optimizer.param_groups for param in group["params"]])
     meshes = list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
     if not meshes:
@@ -107,12 +242,16 @@ def guarded_step(
         else:
             scaler.step(optimizer)
             scaler.update()
+        if guard is not None:
+            guard._end_step(taken=True)
         return StepOutcome(True, norm)
     if scaler is not None:  # the scaler's own ranks have found the same infinities
         scaler.update(scaler.get_scale() if worst == _FAILED else None)
     reasons = {} if mine == _MAY_STEP else {torch.distributed.get_rank() if axes else 0: _reason(failed, params)}
     for group, _ in axes:
         reasons = {rank: why for each in agree(group, None, reasons) for rank, why in each.items()}
+    if guard is not None:
+        guard._end_step(taken=False)
     return StepOutcome(False, norm, tuple(f"rank {rank}: {why}" for rank, why in sorted(reasons.items())))
 
 
@@ -122,7 +261,7 @@ def _is_finite(local: Tensor) -> bool:
 
 def _reason(failed: Exception | None, params: Sequence[Tensor]) -> str:
     if failed is not None:
-        return f"{type(failed).__name__}: {failed}"
+        return "; ".join([f"{type(failed).__name__}: {failed}", *getattr(failed, "__notes__", ())])
     known = sharded_parameters()
     bad = [
         known[id(param)][0].fqn if id(param) in known else f"a parameter {tuple(param.shape)}"

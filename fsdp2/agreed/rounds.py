@@ -61,7 +61,7 @@ def uneven(model: nn.Module) -> Iterator[Work]:
     """
     units = sharded_units("uneven", model)
     mesh = _common_mesh(units)
-    _refuse_what_cannot_stand_in(model, units)
+    refuse_what_cannot_stand_in("uneven", model, units)
     messages_over(mesh)
     work = Work(model, units, mesh)
     yield work
@@ -156,6 +156,7 @@ class Work:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         self._contribute(False)
         ran: list[nn.Module] = []
+        num_served = sum(unit.num_served for unit in self._units)
         handles = [unit.modules[0].register_forward_pre_hook(lambda module, args: ran.append(module)) for unit in self._units]
         try:
             yield
@@ -164,7 +165,7 @@ class Work:
                 handle.remove()
             self._contribute(True)
             self._restore_buffers()
-        if not ran:
+        if not ran and num_served == sum(unit.num_served for unit in self._units):
             raise OrderError(
                 "a round with a stand-in ran no sharded module, in which other ranks wait for this rank",
                 expected="forward and backward on each batch of work(loader), stand-ins included",
@@ -303,7 +304,7 @@ def _common_mesh(units: Sequence[ModuleState]) -> DataParallelMesh:
     return meshes[0]
 
 
-def _refuse_what_cannot_stand_in(model: nn.Module, units: Sequence[ModuleState]) -> None:
+def refuse_what_cannot_stand_in(caller: str, model: nn.Module, units: Sequence[ModuleState]) -> None:
     """Raise ArgumentError for what would let a stand-in leave a trace, or would divide gradients otherwise. All ranks, or none."""
     found = []
     for unit in units:
@@ -319,7 +320,7 @@ def _refuse_what_cannot_stand_in(model: nn.Module, units: Sequence[ModuleState])
         found.append("fsdp2.compile, whose graph reduces what it computes")
     if found:
         raise ArgumentError(
-            "uneven got a model on which a rank cannot stand in",
+            f"{caller} got a model on which a rank cannot stand in",
             items=found,
             expected="a model without these",
             fix="leave them out, or give all ranks equally many batches",

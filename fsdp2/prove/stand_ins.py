@@ -36,6 +36,7 @@ def on_the_reference(compute_dtype: torch.dtype | None) -> Iterator[None]:
     own: dict[str, Any] = {
         "accumulate": _accumulate,
         "uneven": _uneven,
+        "guarded": _Guard,
         "guarded_step": _guarded_step,
         "park": _nothing,
         "unpark": _nothing,
@@ -205,7 +206,18 @@ class _Work:
             buffer.copy_(value)
 
 
-def _guarded_step(optimizer: Any, *, max_norm: float | None = None, failed: Exception | None = None, scaler: Any = None) -> StepOutcome:
+class _Guard(contextlib.nullcontext[Any]):
+    """It catches nothing."""
+
+    failed = None
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self)
+
+
+def _guarded_step(
+    optimizer: Any, *, max_norm: float | None = None, failed: Exception | None = None, scaler: Any = None, guard: Any = None
+) -> StepOutcome:
     """Ranks agree on the largest of 0 (may step), 1 (gradients that are not finite) and 2 (failed)."""
     if scaler is not None:
         scaler.unscale_(optimizer)

@@ -216,7 +216,11 @@ class LoggedBackward(Backward):
     """One backward under way, in the order of the logs of its forwards, which is the same on all ranks.
 
     The engine knows only this rank's graph. So before each moment, this object does what other ranks have done by then.
+
+    last: the unit whose backward began last, in this rank's graph
     """
+
+    last: Unit | None = None
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None], logs: Sequence[ForwardLog]) -> None:
         super().__init__(tree, task, at_end)
@@ -225,6 +229,7 @@ class LoggedBackward(Backward):
         self._reading = Reading(task, logs)
 
     def begin(self, unit: Unit, call: Call) -> None:
+        self.last = unit
         if call.log is None:
             super().begin(unit, call)
         elif not self._reading.is_done(call, is_end=False):

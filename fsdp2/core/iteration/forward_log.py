@@ -36,9 +36,13 @@ class Moment(NamedTuple):
 
 
 class ForwardLog:
-    """The calls of one forward of a root that has a graph. The graph of each call holds it, and nothing else does."""
+    """The calls of one forward of a root that has a graph. The graph of each call holds it, and nothing else does.
+
+    is_served: an exception has ended the pass, and the next backward is on behalf of the other ranks alone
+    """
 
     def __init__(self) -> None:
+        self.is_served = False
         self.calls: dict[Unit, list[Call]] = {}
         # Calls in checkpointed segments that have no backward, with the moments when they began, and their segments.
         self._without_graph: list[tuple[Unit, int, int]] = []
@@ -125,7 +129,7 @@ class ForwardLog:
 
     def is_in_this_backward(self) -> bool:
         """Whether the backward that has just begun reaches any call of this forward."""
-        return any(call.is_in_this_backward() for calls in self.calls.values() for call in calls)
+        return self.is_served or any(call.is_in_this_backward() for calls in self.calls.values() for call in calls)
 
 
 class Reading:

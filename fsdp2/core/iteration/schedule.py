@@ -73,11 +73,13 @@ class Schedule:
         self.tree.reductions.limit = max(unit.options.max_reductions for unit in self.tree.units)
 
     def choose_logs(self) -> None:
-        """Keep logs if a unit is optional or asks for unused parameters: each rank then knows the order of backward."""
+        """Keep logs if a unit is optional, guarded, or reduces unused parameters: ranks then know backward's order."""
         groups = [group for unit in self.tree.units for group in unit.groups]
         found = OptionalUnits(self.tree)
         self._optional = found if found.units else None
-        self._logs_forwards = bool(found.units) or any(group.gradients.options.reduce_unused for group in groups)
+        self._logs_forwards = any(unit.options.optional or unit.options.guarded for unit in self.tree.units) or any(
+            group.gradients.options.reduce_unused for group in groups
+        )
 
     def alive_logs(self) -> list[ForwardLog]:
         """The logs of forwards whose backward may come, in order."""

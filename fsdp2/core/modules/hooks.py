@@ -12,6 +12,7 @@ new node, so the base's node gets a hook as well.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -121,6 +122,23 @@ class UnitHooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    @contextlib.contextmanager
+    def called_by(
+        self, before: Callable[..., Any], after: Callable[..., Any], failed: Callable[..., Any]
+    ) -> Iterator[None]:
+        """Inside, these are called instead of pre-hook, post-hook and ``end_failed_forward``, which they get first."""
+        own = self.pre_forward, self.post_forward
+        self.pre_forward = torch_compiler.dynamo_disabled(functools.partial(before, own[0]))
+        self.post_forward = torch_compiler.dynamo_disabled(functools.partial(after, own[1]))
+        self.end_failed_forward = functools.partial(failed, self.end_failed_forward)  # type: ignore[method-assign]
+        self.run_eagerly()
+        try:
+            yield
+        finally:
+            self.pre_forward, self.post_forward = own
+            del self.end_failed_forward
+            self.run_eagerly()
 
     def take_places_of(self, originals: UnitHooks, memo: dict[Any, Any]) -> None:
         """Replace the hooks that ``deepcopy`` copied with our modules: among the user's hooks, order matters."""

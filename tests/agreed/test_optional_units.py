@@ -112,7 +112,7 @@ def run_schedule(seed: int) -> None:
             optimizer.zero_grad()
         if evaluates:
             with torch.no_grad():
-                torch.testing.assert_close(loss_of(model, batches[rank][0]), loss_of(expected, batches[rank][0]), **tolerance)
+                torch.testing.assert_close(loss_of(model, batches[rank][0]).cpu(), loss_of(expected, batches[rank][0]), **tolerance)
         num_steps += 1
 
     if uneven:
@@ -129,7 +129,7 @@ def run_schedule(seed: int) -> None:
                 step()
     assert num_steps == max(lengths) // micro_batches
     for (name, one), other in zip(expected.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(other.full_tensor(), one, msg=lambda text, name=name: f"{case}, {name}: {text}", **tolerance)
+        torch.testing.assert_close(other.full_tensor().cpu(), one, msg=lambda text, name=name: f"{case}, {name}: {text}", **tolerance)
 
 
 @on_ranks(4)

@@ -19,6 +19,8 @@ from harness.results import are_kept
 TESTS = Path(__file__).parents[1]
 
 FILES: dict[str, set[str]] = {
+    "agreed/test_optional_units.py": {"test_random_schedules_train_as_one_process_with_all_batches"},
+    "agreed/test_uneven.py": {"test_random_schedules_train_as_one_process_with_all_batches"},
     "checkpoint/test_checkpointer.py": {
         "test_checkpoint_before_the_first_step_changes_nothing",
         "test_resumed_run_continues_bit_for_bit",
@@ -127,8 +129,8 @@ FILES: dict[str, set[str]] = {
     },
 }
 """The tests of each file; none named: all."""
-AMONG_TWO = {"meshes/test_hybrid_sharding.py"}
-"""Files of tests on four ranks, each of whose collectives that add is between two."""
+AMONG_TWO = {"meshes/test_hybrid_sharding.py", "agreed/test_optional_units.py", "agreed/test_uneven.py"}
+"""Files of tests on four ranks, each of whose collectives that add is between two, or that compare with an oracle alone."""
 IN_FULL = {"strategies/test_bytes.py", "strategies/test_training.py"}
 """Files whose variants only ``make test-full`` runs: other files train the same through other calls."""
 QUICK = {"test_gradients_reduced_at_every_micro_batch_add_up", "test_negative_dims_of_shard_placement_fn_count_from_the_end"}
@@ -155,7 +157,7 @@ def on_pretend(path: str, name: str, world_sizes: Sequence[int]) -> list[Any]:
     except ValueError:  # a test that pytester has written
         return []
     world_size = 2 if 2 in world_sizes else min(world_sizes)
-    names = set[str]() if file in AMONG_TWO else FILES.get(file)
+    names = FILES.get(file, set[str]() if file in AMONG_TWO else None)
     if names is None or (names and name not in names) or name in LEFT_OUT or world_size > (4 if file in AMONG_TWO else 2):
         return []
     marks = [pytest.mark.full] if file in IN_FULL else [] if name in QUICK else [pytest.mark.slow]

@@ -287,7 +287,7 @@ def test_adapters_left_plain_are_warned_of_by_name_with_the_fix(steps_before):
     model = shard_blocks(mlp())
     fed_own_chunk(model, batches(steps_before))
     adapt(model)
-    wanted = r"(?s)6 trainable parameters.*blocks.0.up.down.weight \(2, 10\).*drift apart.*fix:.*call fully_shard on"
+    wanted = r"(?s)6 trainable parameters.*blocks.0.up.down.weight \(2, 10\).*drift apart.*fix:.*before fully_shard, call fsdp2.adopt"
     with warned_on_rank_0(UserWarning, wanted):
         model(own_chunk(batches(1)[0])).sum().backward()
     assert not isinstance(model.blocks[0].up.down.weight.grad, DTensor)

@@ -73,7 +73,7 @@ class _Part(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What a rank's backward does with all roots: see ``_Part``. roots: in the order in which it reaches and ends them"""
+    """What a rank's backward does with all roots: see ``_Part``. roots: in the order that it reaches and ends them"""
 
     roots: list[int]
     in_graph: list[_Key]

@@ -104,7 +104,7 @@ def test_as_many_reductions_are_in_flight_as_asked_for():
     def counted(self, *args, **kwargs):
         nonlocal most
         start(self, *args, **kwargs)
-        most = max(most, self.num_holding)
+        most = max(most, len(self._holding))
 
     with mock.patch.object(Reductions, "start", counted):
         for number in (1, 2, 3):

@@ -245,11 +245,11 @@ def test_an_empty_group_has_no_size():
 
 
 def plan_of(cuts: list[Cut], mode: str, direct_from_numel: int = 100) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    plan = gather_plan(cuts, mode=mode, direct_from_numel=direct_from_numel)
-    assert sorted((*plan.direct, *plan.packed)) == list(range(len(cuts)))  # each parameter travels one way
-    assert list(plan.direct) == sorted(plan.direct)
-    assert list(plan.packed) == sorted(plan.packed)
-    return plan.direct, plan.packed
+    direct, packed = gather_plan(cuts, mode=mode, direct_from_numel=direct_from_numel)
+    assert sorted(direct + packed) == list(range(len(cuts)))  # each parameter travels one way
+    assert direct == sorted(direct)
+    assert packed == sorted(packed)
+    return tuple(direct), tuple(packed)
 
 
 def test_large_parameters_travel_directly_and_small_ones_packed():
@@ -268,9 +268,9 @@ def test_what_is_not_cut_on_its_outermost_dim_or_is_empty_travels_packed_whateve
 
 def test_packed_slots_lie_in_one_piece_behind_the_direct_ones():
     cuts = cuts_of([(3,), (40, 10), (5,), (50, 10)], 2)
-    plan = gather_plan(cuts, mode="auto", direct_from_numel=100)
-    layout = group_layout([cuts[index] for index in (*plan.direct, *plan.packed)], num_shards=2, align=32)
-    packed = layout.slots[len(plan.direct) :]
+    direct, packed_cuts = plan_of(cuts, "auto")
+    layout = group_layout([cuts[index] for index in (*direct, *packed_cuts)], num_shards=2, align=32)
+    packed = layout.slots[len(direct) :]
     assert [slot.cut.shape for slot in packed] == [(3,), (5,)]
     assert sum(slot.numel + slot.gap for slot in packed) == layout.shard_numel - packed[0].offset
 

@@ -269,8 +269,6 @@ def _sum_rows(rows: Sequence[Tensor], output: Tensor, postdivide: float | None) 
 
 
 class _Done:
-    __slots__ = ()
-
     def finish(self) -> None:
         pass
 
@@ -286,8 +284,6 @@ class Works:
 
     buffers: kept alive until then
     """
-
-    __slots__ = ("_buffers", "_finished", "_output", "_postdivide", "_rows", "_works")
 
     def __init__(
         self,

@@ -154,8 +154,6 @@ class Gathering:
     event:   after all work of the gather
     """
 
-    __slots__ = ("_started_on", "_streams", "event", "flat", "held", "is_sent", "packed", "pending", "sender")
-
     def __init__(self, streams: Streams, started_on: Stream, sender: Sender | None = None, flat: Tensor | None = None):
         """started_on: the stream that is compute now, if the memory of ``held`` is from there"""
         self._streams = streams
@@ -192,19 +190,6 @@ class Gathering:
 
 class Gather:
     """Fills a storage from the flat shards of ``process_group``."""
-
-    __slots__ = (
-        "_comm",
-        "_flat",
-        "_flat_inputs",
-        "_pieces",
-        "_process_group",
-        "_streams",
-        "_target",
-        "coalesces_over",
-        "packs",
-        "plan",
-    )
 
     def __init__(
         self,
@@ -369,8 +354,6 @@ class LocalGather:
     If the flat shard has the compute dtype and lies on the right device, ``target.storage`` is its storage, which the
     unsharded parameters share from the start; else one copy fills them at each unshard.
     """
-
-    __slots__ = ("_streams", "_target", "_whole")
 
     def __init__(self, flat: Tensor, target: GatherTarget, streams: Streams) -> None:
         self._target = target

@@ -50,7 +50,6 @@ class _Sent:
 class _ExtensionGathering(Gathering):
     """A gather from ``start`` to ``fill``: ``packed`` is 1-D, as it is sent and received."""
 
-    __slots__ = ("sent",)
     sent: list[_Sent]
 
 

@@ -1,7 +1,14 @@
-"""The plan of one group: where and how it runs, its dtypes, and where every shard lies in the flat shard."""
+"""The plan of one group: where and how it runs, its dtypes, and where every shard lies in the flat shard.
+
+Worked example, dtypes of gradients with torch 2.15's semantics: two bf16 parameters, no ``reduce_dtype``, the first
+one's ``grad_dtype`` fp32
+
+    reduced in fp32; the first one's gradient stays fp32, the other's is cast to bf16
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import ParameterError
+from ...torch_names import torch_tensors
 from ..comm import backends
 from ..comm.streams import Streams
 from ..plan.layout import Cut, GroupLayout, gather_plan, group_layout
 from ..plan.mesh import DataParallelMesh
-from .gradient_dtypes import GradientDtypes, gradient_dtypes
+from .extensions import needs_own_memory
 from .options import GroupOptions
-from .own_memory import needs_own_memory
 from .param import ShardedParam
 
 ALIGN_NBYTES = (128, 64, 32, 16)
@@ -30,6 +37,50 @@ DIRECT_FROM_SHARD_NBYTES = 2 << 10
 
 A direct gather saves one copy of the whole, which must pay for one more collective; the piece is the message, which
 must not become too small over many ranks."""
+
+
+@dataclass(frozen=True)
+class GradientDtypes:
+    """The dtypes in which a group reduces, keeps and adds up gradients.
+
+    reduced:  the dtype in which they are reduced
+    kept:     the dtype of each sharded parameter's gradient; None: all have the parameters' own
+    added_up: ``grad_dtype`` of those unsharded parameters for which the user has set one
+    usual:    the dtype in which the others add up gradients that a backward does not reduce
+    """
+
+    reduced: torch.dtype
+    kept: dict[ShardedParam, torch.dtype] | None
+    added_up: dict[ShardedParam, torch_tensors.GradDtype]
+    usual: torch.dtype
+
+    def added_up_in(self, param: ShardedParam) -> torch.dtype | None:
+        """The dtype in which gradients of ``param`` are added up; None: in the dtype that they have."""
+        of_user = self.added_up.get(param)
+        return self.usual if of_user is None else of_user.dtype
+
+    def of_unsharded(self, param: ShardedParam, adds_up: bool) -> torch_tensors.GradDtype | None:
+        """``grad_dtype`` of the unsharded parameter; None: its own dtype. adds_up: several backwards add up there."""
+        return torch_tensors.GradDtype(self.added_up_in(param)) if adds_up else self.added_up.get(param)
+
+
+def gradient_dtypes(
+    params: Sequence[ShardedParam], options: GroupOptions, dtype: torch.dtype, param_dtype: torch.dtype
+) -> GradientDtypes:
+    """Read them from the parameters as they are now. dtype: of the shards; param_dtype: of the computation."""
+    given = options.reduce_dtype
+    if options.semantics == "2.13":
+        return GradientDtypes(given or param_dtype, None, {}, given or param_dtype)
+    of_user = {param: found for param in params if (found := torch_tensors.grad_dtype_of(param.sharded)) is not None}
+    wanted = [given or (dtype if param not in of_user else of_user[param].dtype or param_dtype) for param in params]
+    reduced = functools.reduce(torch.promote_types, wanted)
+    kept = {param: (of_user[param].dtype or reduced) if param in of_user else dtype for param in params}
+    return GradientDtypes(
+        reduced,
+        None if all(each is dtype for each in kept.values()) else kept,
+        of_user if given is None else dict.fromkeys(of_user, torch_tensors.GradDtype(given)),
+        given or dtype,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +137,14 @@ def plan_group(
     wanted = options.param_dtype
     param_dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
     gradients = gradient_dtypes(params, options, dtype, param_dtype)
-    ways = gather_plan(
+    direct, packed = gather_plan(
         [param.spec.cut for param in params],
         mode=_gather_mode(mesh, options),
         direct_from_numel=direct_from_nbytes(mesh.shard_size) // param_dtype.itemsize,
     )
     # Matrices before vectors: an optimizer that decays only matrices then finds each kind in one stretch.
-    packed = sorted(ways.packed, key=lambda index: len(params[index].spec.cut.shape) <= 1)
-    ordered = [params[index] for index in (*ways.direct, *packed)]
+    packed.sort(key=lambda index: len(params[index].spec.cut.shape) <= 1)
+    ordered = [params[index] for index in (*direct, *packed)]
     layout, align = _aligned_layout(
         [param.spec.cut for param in ordered],
         mesh.shard_size,
@@ -107,7 +158,7 @@ def plan_group(
         streams=streams,
         options=options,
         params=ordered,
-        num_direct=len(ways.direct),
+        num_direct=len(direct),
         layout=layout,
         align=align,
         dtype=dtype,

@@ -23,8 +23,6 @@ class HandedOut:
     tag:           the sum of the ranks' tags, if ranks compare late
     """
 
-    __slots__ = ("_dtypes", "_job", "_late", "event", "has_run_hooks", "held", "output", "stream", "tag")
-
     def __init__(self, job: ReduceJob, output: Tensor, stream: Stream) -> None:
         """Hand out ``output`` on ``stream``. Parameters without a gradient get one only if the options say so."""
         plan, used, options = job.plan, job.used, job.options

@@ -21,8 +21,6 @@ from .param_group import ParamGroup
 class ShrunkRows:
     """The weight of one embedding with ``max_norm``, cut on its rows."""
 
-    __slots__ = ("_group", "_module", "_param")
-
     def __init__(self, group: ParamGroup, param: ShardedParam, module: nn.Embedding | nn.EmbeddingBag) -> None:
         self._group = group
         self._param = param

@@ -52,22 +52,6 @@ class ShardedParam:
     kind:       the original's class if it is a user's subclass of ``nn.Parameter``; the unsharded parameter has it, too
     """
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "adds_up_in",
-        "fqn",
-        "home",
-        "kind",
-        "local",
-        "owners",
-        "rank",
-        "sharded",
-        "spec",
-        "trainable",
-        "unsharded",
-    )
-
     def __init__(
         self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor
     ) -> None:

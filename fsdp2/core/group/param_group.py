@@ -35,11 +35,10 @@ from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
 from .all_gather import Gather, Gathering
-from .gradient_dtypes import gradient_dtypes
+from .extensions import has_extension, leaves_of
 from .gradients import Gradients
-from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
+from .group_plan import GroupPlan, gradient_dtypes, plan_group
 from .options import GroupOptions
-from .own_memory import has_extension, leaves_of
 from .param import ShardedParam, has_values_of_shard
 from .shown_parameters import ModuleRegistry, show
 from .unsharded import Unsharded
@@ -167,10 +166,6 @@ class ParamGroup:
         if wanted != self.options.block:
             self.reshard()
             self.rebuild(replace(self.options, block=wanted))
-
-    def has_mixed_dtypes(self) -> bool:
-        """Whether some of the parameters were cast and others not."""
-        return have_mixed_dtypes(self.params)
 
     def _move_own_memory(self) -> None:
         """Move parameters with all-gather extensions to the right device; they stay as they are otherwise."""

@@ -236,8 +236,6 @@ def strides_by_offset(views: Sequence[GradView]) -> dict[int, tuple[int, ...]]:
 class GradView:
     """Where the gradient of one sharded parameter lies in a reduce-scatter output."""
 
-    __slots__ = ("offset", "param", "shape", "strides")
-
     def __init__(self, param: ShardedParam, offset: int) -> None:
         self.param = param
         self.offset = offset

@@ -35,21 +35,6 @@ class Reduction:
     copies_out: the gradients go to the host, on a stream of their own
     """
 
-    __slots__ = (
-        "_before",
-        "_handed_out",
-        "_input",
-        "_is_scattered",
-        "_job",
-        "_output",
-        "_partial",
-        "_pending",
-        "_scattered",
-        "copies_out",
-        "legs",
-        "sum",
-    )
-
     def __init__(self, job: ReduceJob, buffer: Tensor, before: Reduction | None) -> None:
         """Prepare to reduce ``buffer``.
 

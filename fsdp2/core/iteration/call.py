@@ -32,8 +32,6 @@ class GraphPart(list[Any]):
     log:     the log of the forward, if there is one: it lives as long as the graph
     """
 
-    __slots__ = ("__weakref__", "bottoms", "call", "log")
-
     call: Call
     bottoms: list[Any]
     log: object
@@ -53,22 +51,6 @@ class Call:
     may_rerun:      it ran in a checkpointed segment, or a module of its list did, if there is a log
     """
 
-    __slots__ = (
-        "_counted",
-        "_inputs_left",
-        "again",
-        "begun",
-        "ended",
-        "entered",
-        "graph",
-        "has_inputs",
-        "is_watched",
-        "left",
-        "log",
-        "may_rerun",
-        "segment",
-    )
-
     def __init__(self, part: GraphPart) -> None:
         part.call = self
         self.graph = weakref.ref(part)
@@ -83,10 +65,6 @@ class Call:
     def holds(self, other: Call) -> bool:
         """Whether ``other``, which began later, was a part of this call."""
         return self.is_watched and other.is_watched and other.left < self.left
-
-    def may_have_backward(self) -> bool:
-        """Whether a backward may go through the call, on this rank or, if there is a log, on another one."""
-        return self.graph() is not None or (self.log is not None and self.log() is not None)
 
     def will_pass_inputs(self, task: int) -> bool:
         """Whether the backward ``task``, which runs, reaches one of the call's inputs.
@@ -130,8 +108,6 @@ class UnitCalls:
     shared:   the call of all modules of a list that run in this pass
     to_rerun: how often backward may run modules of a list again that a re-entrant checkpoint ran without a graph
     """
-
-    __slots__ = ("awaiting", "running", "shared", "to_rerun", "to_run")
 
     def __init__(self) -> None:
         self.running: list[GraphPart | None] = []

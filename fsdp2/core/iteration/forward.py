@@ -139,8 +139,6 @@ class Forward:
 class _Caller:
     """The frame that called our pre-forward hook: that of ``nn.Module.__call__``, or of a registered forward method."""
 
-    __slots__ = ("_frame",)
-
     def __init__(self) -> None:
         self._frame = torch_autograd.caller_of_hooks()
 

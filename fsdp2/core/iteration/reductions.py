@@ -40,11 +40,6 @@ class Reductions:
     def __bool__(self) -> bool:
         return bool(self._started)
 
-    @property
-    def num_holding(self) -> int:
-        """How many units hold their inputs now."""
-        return len(self._holding)
-
     def note_compute(self) -> None:
         """Gradients will be computed on what is compute now: autograd runs each node on the stream of its forward."""
         self._computed_on.add(self._streams.compute)

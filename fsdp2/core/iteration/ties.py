@@ -33,7 +33,7 @@ def tie_differences(
     theirs = group.options
     dtypes = (options.param_dtype, options.reduce_dtype)
     differ = {
-        "another mesh": not group.mesh.same_ranks(mesh),
+        "another mesh": group.mesh.groups != mesh.groups,
         "another param_dtype or reduce_dtype": (theirs.param_dtype, theirs.reduce_dtype) != dtypes,
         "another offload policy": (theirs.offload, theirs.folder) != (options.offload, options.folder),
         "another placement": param.spec.dim not in (None, dim),

@@ -23,6 +23,7 @@ from torch.profiler import record_function
 from ...torch_names import torch_autograd
 from ..comm.streams import streams_of
 from ..group.all_gather import Gathering, send_together
+from ..group.group_plan import have_mixed_dtypes
 from ..group.max_norm import shrinking_weights
 from ..group.options import MicroBatch
 from ..group.param import Owner
@@ -277,7 +278,7 @@ class Unit:
         """
         for group in self.groups:
             if not group.registry.verify(group.plan.has_own_memory) and not (
-                more_may_come and group.has_mixed_dtypes()
+                more_may_come and have_mixed_dtypes(group.params)
             ):
                 group.rebuild()
                 show(group.params, [param.sharded for param in group.params])  # ``_apply`` unties what it replaces

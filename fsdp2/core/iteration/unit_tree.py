@@ -51,8 +51,6 @@ class Step:
     forward_end: of the last forward, until backward gathers its first unit
     """
 
-    __slots__ = ("forward_end", "left_by_forward", "order", "positions", "unsharded")
-
     def __init__(self) -> None:
         self.order: list[Unit] = []
         self.positions: defaultdict[Unit, list[int]] = defaultdict(list)

@@ -127,25 +127,17 @@ def group_layout(cuts: Iterable[Cut], *, num_shards: int, align: int, block: int
     return GroupLayout(tuple(slots), num_shards, offset)
 
 
-@dataclass(frozen=True, slots=True)
-class GatherPlan:
-    """Which parameters (by index) are gathered straight into the unsharded storage, and which travel packed.
+def gather_plan(cuts: Sequence[Cut], *, mode: str, direct_from_numel: int) -> tuple[list[int], list[int]]:
+    """Which of ``cuts`` (by index) are gathered straight into the unsharded storage, and which travel packed.
 
     In the flat shard the packed ones lie after the direct ones: a packed gather sends one contiguous piece of it.
-    """
-
-    direct: tuple[int, ...]
-    packed: tuple[int, ...]
-
-
-def gather_plan(cuts: Sequence[Cut], *, mode: str, direct_from_numel: int) -> GatherPlan:
-    """Choose how each parameter travels.
 
     mode: "auto" takes direct for at least ``direct_from_numel`` elements; "packed" and "direct" force one way; "mixed"
     alternates. A parameter not cut on its outermost dim can only travel packed. Uneven cuts may go direct: all slots
     but the last ones are full, so the padding lies after the parameter.
     """
-    direct = []
+    direct: list[int] = []
+    packed: list[int] = []
     for index, cut in enumerate(cuts):
         wanted = {
             "auto": cut.numel >= direct_from_numel,
@@ -153,7 +145,6 @@ def gather_plan(cuts: Sequence[Cut], *, mode: str, direct_from_numel: int) -> Ga
             "packed": False,
             "mixed": index % 2 == 0,
         }[mode]
-        if wanted and cut.dim is not None and cut.is_row_major and cut.numel > 0:
-            direct.append(index)
-    packed = tuple(index for index in range(len(cuts)) if index not in set(direct))
-    return GatherPlan(tuple(direct), packed)
+        may_go = cut.dim is not None and cut.is_row_major and cut.numel > 0
+        (direct if wanted and may_go else packed).append(index)
+    return direct, packed

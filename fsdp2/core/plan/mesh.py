@@ -84,9 +84,6 @@ class DataParallelMesh:
         """A key that is equal for two meshes that communicate over the same process groups."""
         return id(self.shard_group), id(self.replicate_group)
 
-    def same_ranks(self, other: DataParallelMesh) -> bool:
-        return self.shard_group is other.shard_group and self.replicate_group is other.replicate_group
-
 
 def data_parallel_mesh(
     mesh: DeviceMesh, *, shard_axis: int | None, replicate_axis: int | None = None, spmd: SpmdAxes | None = None

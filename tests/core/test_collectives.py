@@ -321,7 +321,7 @@ def test_stream_ordered_gathers_leave_nothing_to_wait_for(fake_world, algorithm,
     inputs = [torch.full((2,), 5.0) for _ in range(pairs)]
     outputs = [torch.zeros(8) for _ in range(pairs)]
     pending = all_gather(outputs, inputs, fake_world, algorithm, async_op=False)
-    assert pending is collectives._DONE
+    assert pending is None
     for output in outputs:
         assert_bitwise(output[2:4], torch.full((2,), 5.0))
 
@@ -329,6 +329,6 @@ def test_stream_ordered_gathers_leave_nothing_to_wait_for(fake_world, algorithm,
 @pytest.mark.parametrize("algorithm", ["stock", "all_to_all", "all_reduce"])
 def test_stream_ordered_reductions_divide_right_behind_the_collective(fake_world, algorithm):
     output, buffer = torch.full((2,), 4.0), torch.full((3,), 8.0)
-    assert reduce_scatter(output, torch.ones(8), fake_world, Division(postdivide=4.0), algorithm, False) is collectives._DONE
-    assert all_reduce(buffer, fake_world, Division(postdivide=4.0), "stock", False) is collectives._DONE
+    assert reduce_scatter(output, torch.ones(8), fake_world, Division(postdivide=4.0), algorithm, False) is None
+    assert all_reduce(buffer, fake_world, Division(postdivide=4.0), "stock", False) is None
     assert_bitwise(buffer, torch.full((3,), 2.0))

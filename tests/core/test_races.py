@@ -664,7 +664,7 @@ def test_a_buffer_that_is_not_held_until_its_last_use_is_a_race(owner, buffer, s
 
     nothing = () if owner is HandedOut else None
     forgetful = property(lambda self: held.pop(id(self), nothing), hold)
-    with mock.patch.object(owner, buffer, forgetful):
+    with mock.patch.object(owner, buffer, forgetful, create=True):
         races = replay_on_fake_ranks(replace(FAKE_SCENARIOS[scenario], num_steps=3), RecordingStreams())
     assert any("freed while still in use" in race.how for race in races)
 

@@ -70,7 +70,7 @@ class FreesElsewhere(DeviceStreams):
 
 
 def forgets(owner: type, attribute: str, nothing: Any = None) -> Any:
-    return mock.patch.object(owner, attribute, property(lambda self: nothing, lambda self, value: None))
+    return mock.patch.object(owner, attribute, property(lambda self: nothing, lambda self, value: None), create=True)
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def cancels_no_prefetch() -> Iterator[None]:
 
 def forgets_what_is_in_place() -> Any:
     """Once gradients are handed out: a reduction that asks before still takes its input for its output."""
-    in_place = property(lambda reduction: reduction._handed_out is None and reduction._job.plan.num_shards == 1)
+    in_place = property(lambda reduction: reduction.handed_out is None and reduction.job.plan.num_shards == 1)
     return mock.patch.object(Reduction, "is_in_place", in_place)
 
 

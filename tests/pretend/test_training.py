@@ -104,7 +104,7 @@ def divides_before_the_launch() -> Iterator[None]:
                 if division.postdivide is not None:
                     output.div_(division.postdivide)
 
-    with mock.patch.object(collectives, "reduce_scatter_together", scatter):
+    with mock.patch.object(collectives, "reduce_together", scatter):
         yield
 
 

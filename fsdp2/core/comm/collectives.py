@@ -1,7 +1,8 @@
 """All-gather, reduce-scatter and all-reduce of flat buffers, by the algorithm that suits the backend.
 
-Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The caller chooses the
-algorithm (backends.py) and the division (division.py).
+Each function issues a collective and returns its ``Works``; ``finish()`` makes the result valid. Where streams order
+collectives it returns None: everything is queued on the current stream. The caller chooses the algorithm (backends.py)
+and the division (division.py).
 
 Worked example: reduce-scatter by "pairwise", 3 ranks, P = 2, averaged. Row d is for rank d, and rank 1 holds the rows
 ``[[1, 1], [5, 5], [2, 2]]``. It sends row 2 to rank 2 while it receives ``[4, 4]`` from rank 0 into its output, then
@@ -13,7 +14,6 @@ rank sends a row to itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,21 +23,8 @@ from ...torch_names import torch_collectives, torch_tensors
 from .backends import AllGatherAlgorithm, AllReduceAlgorithm, ReduceScatterAlgorithm
 from .division import Division
 
-
-class Pending(Protocol):
-    """A collective under way. It keeps every buffer that the collective reads or writes alive until ``finish``."""
-
-    def finish(self) -> None:
-        """Wait, then run the local part (sum, divide); afterwards the result is valid.
-
-        Call it once, on the thread and stream that use the result. On host-waited backends it blocks (with CUDA
-        tensors: makes the current stream wait); on stream-ordered ones everything is already queued on the stream that
-        issued the collective. A second call does nothing. If the wait raises, the result is invalid for good.
-        """
-
-    def is_completed(self) -> bool:
-        """Whether ``finish`` would return at once. Local: nothing that other ranks see may depend on it."""
-
+ToReduce = tuple[Tensor, Tensor | None, Division]
+"""Output, input and division of a reduce-scatter; without an input, of an all-reduce in place."""
 
 # The dtypes that every backend knows; others travel as bytes.
 SENDABLE = frozenset(
@@ -51,7 +38,7 @@ def all_gather(
     process_group: dist.ProcessGroup,
     algorithm: AllGatherAlgorithm,
     async_op: bool,
-) -> Pending:
+) -> Works | None:
     """Gather every ``inputs[i]`` into ``outputs[i]``.
 
     outputs:    (W * P_i,), any dtype, contiguous, rank-major
@@ -63,7 +50,7 @@ def all_gather(
     if world_size == 1:
         for output, input_ in zip(outputs, inputs, strict=True):
             _copy_unless_same(output, input_)
-        return _DONE
+        return _issued(Works(()), async_op)
     for input_ in inputs:
         if input_.dtype not in SENDABLE:
             outputs = [output.view(torch.uint8) for output in outputs]
@@ -82,7 +69,7 @@ def all_gather(
             with torch_collectives.one_launch(process_group, outputs[0].device):
                 for output, input_ in zip(outputs, inputs, strict=True):
                     torch_collectives.all_gather_single(output, input_, process_group, False)
-        return _DONE
+        return None
     rank = process_group.rank()
     works = []
     for output, input_ in zip(outputs, inputs, strict=True):
@@ -99,7 +86,7 @@ def reduce_scatter(
     division: Division,
     algorithm: ReduceScatterAlgorithm,
     async_op: bool,
-) -> Pending:
+) -> Works | None:
     """Reduce the rows of all ranks; rank r keeps row r. All but "stock" and "all_reduce" add in ascending rank order.
 
     output:     (P,), reduce dtype, contiguous; not a view of ``input``
@@ -114,14 +101,14 @@ def reduce_scatter(
         _copy_unless_same(output, input)
         if division.postdivide is not None:
             output.div_(division.postdivide)
-        return _DONE
+        return _issued(Works(()), async_op)
     if algorithm == "stock":
         work = torch_collectives.reduce_scatter_single(output, input, division.op, process_group, async_op)
         if async_op:
             return Works([work], (input,), output, division.postdivide)
         if division.postdivide is not None:
             output.div_(division.postdivide)
-        return _DONE
+        return None
     rank = process_group.rank()
     rows = input.view(world_size, output.numel()).unbind()
     if algorithm == "all_reduce":
@@ -140,31 +127,13 @@ def reduce_scatter(
     return _issued(Works(works, (input,), output, division.postdivide, received_rows), async_op)
 
 
-def reduce_scatter_together(
-    buffers: Sequence[tuple[Tensor, Tensor, Division]], process_group: dist.ProcessGroup
-) -> None:
-    """``reduce_scatter`` of several (output, input, division), any dtypes, in one launch; stream-ordered backends only.
-
-    Collective: yes. When it returns, all work is queued on the current stream.
-    """
-    for _, input_, division in buffers:
-        if division.predivide is not None:
-            input_.div_(division.predivide)
-    with torch_collectives.one_launch(process_group, buffers[0][0].device):
-        for output, input_, division in buffers:
-            torch_collectives.reduce_scatter_single(output, input_, division.op, process_group, False)
-    for output, _, division in buffers:
-        if division.postdivide is not None:
-            output.div_(division.postdivide)
-
-
 def all_reduce(
     buffer: Tensor,
     process_group: dist.ProcessGroup,
     division: Division,
     algorithm: AllReduceAlgorithm,
     async_op: bool,
-) -> Pending:
+) -> Works | None:
     """Reduce ``buffer`` over all ranks in place, to the same bits on each. "all_gather" adds in ascending rank order.
 
     buffer:     (N,), reduce dtype, contiguous
@@ -177,14 +146,14 @@ def all_reduce(
     if world_size == 1:
         if division.postdivide is not None:
             buffer.div_(division.postdivide)
-        return _DONE
+        return _issued(Works(()), async_op)
     if algorithm == "stock":
         work = dist.all_reduce(buffer, op=division.op, group=process_group, async_op=async_op)
         if async_op:
             return Works([work], (), buffer, division.postdivide)
         if division.postdivide is not None:
             buffer.div_(division.postdivide)
-        return _DONE
+        return None
     assert division.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {division}"
     gathered = buffer.new_empty(world_size * buffer.numel())
     work = torch_collectives.all_gather_single(gathered, buffer, process_group, async_op)
@@ -192,20 +161,23 @@ def all_reduce(
     return _issued(Works([work], (), buffer, division.postdivide, rows), async_op)
 
 
-def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_group: dist.ProcessGroup) -> None:
-    """``all_reduce`` of several (buffer, division), any dtypes, in one launch; stream-ordered backends only.
+def reduce_together(buffers: Sequence[ToReduce], process_group: dist.ProcessGroup) -> None:
+    """``reduce_scatter`` or ``all_reduce`` of several, any dtypes, in one launch; stream-ordered backends only.
 
     Collective: yes. When it returns, all work is queued on the current stream.
     """
-    for buffer, division in buffers:
+    for output, input_, division in buffers:
         if division.predivide is not None:
-            buffer.div_(division.predivide)
+            (output if input_ is None else input_).div_(division.predivide)
     with torch_collectives.one_launch(process_group, buffers[0][0].device):
-        for buffer, division in buffers:
-            dist.all_reduce(buffer, op=division.op, group=process_group)
-    for buffer, division in buffers:
+        for output, input_, division in buffers:
+            if input_ is None:
+                dist.all_reduce(output, op=division.op, group=process_group)
+            else:
+                torch_collectives.reduce_scatter_single(output, input_, division.op, process_group, False)
+    for output, _, division in buffers:
         if division.postdivide is not None:
-            buffer.div_(division.postdivide)
+            output.div_(division.postdivide)
 
 
 # --- the parts of these algorithms ------------------------------------------------------------------------------------
@@ -241,12 +213,12 @@ def start_exchange(
     return works
 
 
-def _issued(pending: Works, async_op: bool) -> Pending:
-    """``pending`` itself; where streams order collectives, its local part is queued after the collective now."""
+def _issued(works: Works, async_op: bool) -> Works | None:
+    """``works`` itself; where streams order collectives, its local part is queued after the collective now."""
     if async_op:
-        return pending
-    pending.finish()
-    return _DONE
+        return works
+    works.finish()
+    return None
 
 
 def _copy_unless_same(target: Tensor, source: Tensor) -> None:
@@ -268,21 +240,10 @@ def _sum_rows(rows: Sequence[Tensor], output: Tensor, postdivide: float | None) 
         output.div_(postdivide)
 
 
-class _Done:
-    def finish(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_DONE = _Done()
-
-
 class Works:
-    """A ``Pending`` that waits for ``works``; then ``output`` becomes the sum of ``rows``, if any, and is divided.
+    """A collective under way; after ``works``, ``output`` becomes the sum of ``rows``, if any, and is divided.
 
-    buffers: kept alive until then
+    buffers: kept alive until then, as is every other buffer that the collective reads or writes
     """
 
     def __init__(
@@ -301,9 +262,15 @@ class Works:
         self._finished = False
 
     def is_completed(self) -> bool:
+        """Whether ``finish`` would return at once. Local: nothing that other ranks see may depend on it."""
         return all(work is None or work.is_completed() for work in self._works)
 
     def finish(self) -> None:
+        """Wait, then run the local part (sum, divide); afterwards the result is valid.
+
+        Call it once, on the thread and stream that use the result. It blocks (with CUDA tensors: makes the current
+        stream wait). A second call does nothing. If the wait raises, the result is invalid for good.
+        """
         if self._finished:
             return
         self._finished = True

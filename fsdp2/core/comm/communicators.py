@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...policy import AllGather, ReduceScatter
 from ...torch_names import torch_collectives
-from .collectives import Pending, Works
+from .collectives import Works
 from .division import Division
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def comm_reduce_scatter(
     comm: ReduceScatter, output: Tensor, buffer: Tensor, process_group: dist.ProcessGroup, division: Division
-) -> Pending:
+) -> Works:
     """Reduce ``buffer`` (W * n,) to ``output`` (n,), both from ``comm.allocate``. Collective: yes."""
     if division.predivide is not None:
         buffer.div_(division.predivide)

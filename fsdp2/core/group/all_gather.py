@@ -162,7 +162,7 @@ class Gathering:
         self.flat = flat
         self.held: Tensor | None = None
         self.packed: Tensor | None = None
-        self.pending: collectives.Pending | None = None
+        self.pending: collectives.Works | None = None
         self.is_sent = False
         self.event: Event = None
 
@@ -264,9 +264,9 @@ class Gather:
                 self._send_by(self._comm, gathering)
             else:
                 outputs, inputs = self.to_send(gathering)
-                issued = collectives.all_gather(outputs, inputs, self._process_group, plan.algorithm, plan.async_op)
-                if plan.async_op:
-                    gathering.pending = issued
+                gathering.pending = collectives.all_gather(
+                    outputs, inputs, self._process_group, plan.algorithm, plan.async_op
+                )
             gathering.is_sent = True
             if not streams.host_waits:
                 self.land(gathering)

@@ -17,6 +17,7 @@ from .reduce_plan import TAG_NUMEL, GradView, ReduceJob, strides_by_offset
 class HandedOut:
     """Gradients handed out to the sharded parameters, on ``stream``, and memory that others still read.
 
+    job:           what it was handed out for
     stream, event: after all that was queued here
     held:          memory of another stream than the one that reads it last, until that is ordered after ``event``
     output:        where gradients lie that ``add_late`` may hand out; None: there are none
@@ -27,7 +28,7 @@ class HandedOut:
         """Hand out ``output`` on ``stream``. Parameters without a gradient get one only if the options say so."""
         plan, used, options = job.plan, job.used, job.options
         group, streams = plan.group, plan.group.streams
-        self._job = job
+        self.job = job
         self._dtypes = group.gradients.kept if options.grad_dtype is None else None  # if not the parameters' own
         self._late: list[int] = []
         self.held: tuple[Tensor, ...] = ()
@@ -68,26 +69,34 @@ class HandedOut:
             stream = streams.copy_out
         self.stream, self.event = stream, streams.mark(stream)
 
+    @property
+    def late_flags(self) -> Tensor | None:
+        """(n,): which of the plan's parameters some rank had a gradient for, if this rank has none for some of them."""
+        slot = self.job.plan.flags_slot
+        if self.output is None or slot is None:
+            return None
+        return self.output[slot.offset : slot.offset + len(self.job.plan.views)]
+
     def add_late(self, flags: Sequence[float]) -> None:
-        """Hand out gradients of parameters that only other ranks used. flags: for each parameter, whether a rank did"""
+        """Hand out gradients of parameters that only other ranks used. flags: ``late_flags``, on the host"""
         assert self.output is not None
-        views = [self._job.plan.views[index] for index in self._late if flags[index] != 0]
+        views = [self.job.plan.views[index] for index in self._late if flags[index] != 0]
         if self._dtypes is None:
             self._give(self.output, views)
         else:
-            self._give_in_own_dtypes(self.output, views, self._job.plan.group.streams.compute)
+            self._give_in_own_dtypes(self.output, views, self.job.plan.group.streams.compute)
         self._late = []
         self.output = None
 
     def _keep_tag(self, output: Tensor, reduced: Tensor, had_gradient: bool, stream: Stream) -> None:
         """Keep the tag: a view if gradients keep ``reduced``, else a copy on ``stream``: the output is freed soon."""
-        offset = self._job.plan.tag_offset
-        gets_view = not had_gradient and self._job.plan.views[0].param.sharded.grad is not None
+        offset = self.job.plan.tag_offset
+        gets_view = not had_gradient and self.job.plan.views[0].param.sharded.grad is not None
         if gets_view and self._dtypes is None and reduced.device.type != "cpu":
             self.tag = reduced.narrow(0, offset, TAG_NUMEL)
-        elif not self._job.plan.group.streams.is_capturing():
+        elif not self.job.plan.group.streams.is_capturing():
             self.tag = torch.empty(TAG_NUMEL, dtype=output.dtype, device="cpu", pin_memory=True)
-            with self._job.plan.group.streams.on(stream):
+            with self.job.plan.group.streams.on(stream):
                 self.tag.copy_(output.narrow(0, offset, TAG_NUMEL), non_blocking=True)
 
     def _give_in_own_dtypes(self, output: Tensor, views: list[GradView], stream: Stream) -> None:
@@ -96,20 +105,20 @@ class HandedOut:
         assert dtypes is not None
         for dtype in dict.fromkeys(dtypes[view.param] for view in views):
             reduced = output.to(dtype)
-            if self._job.plan.group.options.offload:
+            if self.job.plan.group.options.offload:
                 reduced = self._offload(reduced, stream)
             self._give(reduced, [view for view in views if dtypes[view.param] is dtype])
 
     def _offload(self, reduced: Tensor, stream: Stream) -> Tensor:
         """Copy to the host alongside the next reduction; wait only if gradients are read before the end of backward."""
-        group = self._job.plan.group
+        group = self.job.plan.group
         streams = group.streams
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)
         streams.order(streams.copy_out, streams.mark(stream))
         with streams.on(streams.copy_out):
             host.copy_(reduced, non_blocking=group.options.pin_memory)
         self.held = (*self.held, reduced)
-        shown = [view.param.sharded for view in self._job.plan.views]
+        shown = [view.param.sharded for view in self.job.plan.views]
         reads_soon = self._dtypes is not None and len(self._late) > 0
         if reads_soon or any(each.grad is not None or each._post_accumulate_grad_hooks for each in shown):
             streams.synchronize(streams.mark(streams.copy_out))  # it is added to, or a hook reads it, right away
@@ -117,8 +126,8 @@ class HandedOut:
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:
         """Give the sharded parameters of ``views`` their gradients, views of ``reduced``."""
-        give(reduced, views, self._job.plan.group.dtype, self._before_hooks, keeps_grad_dtype=self._dtypes is not None)
-        plan, options = self._job.plan, self._job.options
+        give(reduced, views, self.job.plan.group.dtype, self._before_hooks, keeps_grad_dtype=self._dtypes is not None)
+        plan, options = self.job.plan, self.job.options
         is_ours = options.comm is None and options.all_reduce_hook is None and options.all_reduce_instead is None
         # Only then nothing but zeros lies between the gradients.
         if is_ours and self._dtypes is None and plan.flags_slot is not None:
@@ -127,7 +136,7 @@ class HandedOut:
 
     def _before_hooks(self) -> None:
         self.has_run_hooks = True
-        self._job.close_lease()  # a hook may write the shard: close its lease
+        self.job.close_lease()  # a hook may write the shard: close its lease
 
 
 def give(

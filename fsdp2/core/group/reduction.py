@@ -16,15 +16,12 @@ from torch import Tensor
 
 from ..comm import backends, collective_log, collectives
 from ..comm.communicators import comm_reduce_scatter
-from ..comm.division import Division
 from ..comm.lost_ranks import raise_lost
 from ..comm.streams import Event, Stream, Streams
-from .group_plan import GroupPlan
 from .handing_out import HandedOut
 from .reduce_plan import ReduceJob
 
-ScatterLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, Division]]]
-AllReduceLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Division]]]
+Launches = dict[dist.ProcessGroup, list[collectives.ToReduce]]
 
 
 class Reduction:
@@ -32,7 +29,7 @@ class Reduction:
 
     legs:       those of its unit (see ``legs_of``), from the moment when they start
     sum:        the result of a reduce-scatter that is not handed out, in reduce dtype
-    copies_out: the gradients go to the host, on a stream of their own
+    handed_out: once the last leg has run
     """
 
     def __init__(self, job: ReduceJob, buffer: Tensor, before: Reduction | None) -> None:
@@ -41,48 +38,30 @@ class Reduction:
         buffer: (plan.layout.unsharded_numel,), reduce dtype, as the job's plan lays it out
         before: its ``sum`` is added to this reduce-scatter's result; it has started earlier
         """
-        self._job = job
-        self.copies_out = job.plan.group.options.offload
+        self.job = job
+        self._streams = job.plan.group.streams
         self._input: Tensor | None = buffer
         self._before = before
         self._partial: Tensor | None = None
         self._output: Tensor | None = None
-        self._pending: collectives.Pending | None = None  # of the leg under way
+        self._pending: collectives.Works | None = None  # of the leg under way
         self._is_scattered = False
         self._scattered: Event = None  # after the reduce-scatter
-        self._handed_out: HandedOut | None = None
+        self.handed_out: HandedOut | None = None
         self.sum: Tensor | None = None
         self.legs: Generator[None] | None = None
 
     @property
-    def group(self) -> GroupPlan:
-        """The plan of its group."""
-        return self._job.plan.group
-
-    @property
-    def fqn(self) -> str:
-        return self._job.fqn
-
-    @property
-    def number(self) -> int:
-        """The number of its group."""
-        return self._job.plan.number or 0
-
-    @property
     def is_in_place(self) -> bool:
         """Whether the output is the input, whose memory is compute's: so it is over one rank."""
-        return self._job.plan.num_shards == 1
-
-    @property
-    def has_run_hooks(self) -> bool:
-        return self._handed_out is not None and self._handed_out.has_run_hooks
+        return self.job.plan.num_shards == 1
 
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of the buffers that it holds."""
         held = {self._input, self._output, self._partial}
-        if self._handed_out is not None:
-            held |= {*self._handed_out.held, self._handed_out.output}
+        if self.handed_out is not None:
+            held |= {*self.handed_out.held, self.handed_out.output}
         nbytes = 0
         for each in held:
             if each is not None:
@@ -92,44 +71,42 @@ class Reduction:
     @property
     def reduced(self) -> tuple[Stream, Event]:
         """The event after all legs, and its stream: a stream's last such event is after all its earlier ones."""
-        if self._handed_out is None:
-            return self._job.plan.group.streams.reduce, self._scattered
-        return self._handed_out.stream, self._handed_out.event
+        if self.handed_out is None:
+            return self._streams.reduce, self._scattered
+        return self.handed_out.stream, self.handed_out.event
 
     # --- the legs, on the stream that is current ---
 
-    def scatter(self, together: ScatterLaunches | None = None) -> None:
+    def scatter(self, together: Launches | None = None) -> None:
         """Issue the reduce-scatter, or add it to ``together``. Collective: yes, over the shard axis."""
-        job, buffer = self._job, self._input
+        job, buffer = self.job, self._input
         group, plan, comm = job.plan.group, job.plan, job.options.comm
-        process_group = job.options.process_group or group.mesh.shard_group
+        process_group, several = job.options.process_group or group.mesh.shard_group, plan.num_shards > 1
         assert buffer is not None
         if process_group is None:  # parameters are replicated: the input is the only "shard"
             self._output = buffer
             return
-        if collective_log.current is not None and plan.num_shards > 1:
+        if collective_log.current is not None and several:
             self._log_issued(collective_log.current, "reduce-scatter", buffer, process_group)
-        if comm is not None and plan.num_shards > 1:
-            self._output = comm.allocate((plan.layout.shard_numel,), dtype=buffer.dtype, device=buffer.device)
-            self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, job.divisions.reduce_scatter)
+        allocate = torch.empty if comm is None else comm.allocate
+        size = (plan.layout.shard_numel,)
+        self._output = output = allocate(size, dtype=buffer.dtype, device=buffer.device) if several else buffer
+        if comm is not None and several:
+            self._pending = comm_reduce_scatter(comm, output, buffer, process_group, job.divisions.reduce_scatter)
             return
-        if plan.num_shards == 1:
-            self._output = output = buffer
-        else:
-            self._output = output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
         backend = backends.backend_of(process_group, buffer.device.type)
         algorithm = group.options.reduce_scatter or backends.choose_reduce_scatter(
             backend, plan.num_shards, buffer.nbytes, buffer.device.type
         )
         division, is_ordered = job.divisions.reduce_scatter, backends.is_stream_ordered(backend)
-        if together is not None and is_ordered and algorithm == "stock" and plan.num_shards > 1:
+        if together is not None and is_ordered and algorithm == "stock" and several:
             together.setdefault(process_group, []).append((output, buffer, division))
             return
         self._pending = collectives.reduce_scatter(output, buffer, process_group, division, algorithm, not is_ordered)
 
     def settle(self) -> None:
         """After the reduce-scatter has been issued, wait for it and add up."""
-        log, streams = collective_log.current, self._job.plan.group.streams
+        log, streams = collective_log.current, self._streams
         self._is_scattered = True
         if log is not None:
             log.waits(self, "reduce-scatter")
@@ -144,12 +121,12 @@ class Reduction:
             self._partial, before.sum = before.sum, None
         if self._partial is not None:  # held as long as the input: over one rank it is an earlier input
             output.add_(self._partial)
-        if not self._job.hands_out:
+        if not self.job.hands_out:
             self.sum, self._output = output, None
 
-    def all_reduce(self, process_group: dist.ProcessGroup, together: AllReduceLaunches | None = None) -> None:
+    def all_reduce(self, process_group: dist.ProcessGroup, together: Launches | None = None) -> None:
         """Issue the all-reduce, or add it to ``together``. Collective: yes, over the replicate axis."""
-        job, output = self._job, self._output
+        job, output = self.job, self._output
         assert output is not None
         instead = job.options.all_reduce_instead
         if instead is not None:
@@ -167,13 +144,13 @@ class Reduction:
         )
         division, is_ordered = job.divisions.all_reduce, backends.is_stream_ordered(backend)
         if together is not None and is_ordered and algorithm == "stock" and process_group.size() > 1:
-            together.setdefault(process_group, []).append((output, division))
+            together.setdefault(process_group, []).append((output, None, division))
             return
         self._pending = collectives.all_reduce(output, process_group, division, algorithm, not is_ordered)
 
     def hand_out(self, stream: Stream) -> None:
         """Give the sharded parameters their gradients, on ``stream``, on which the last collective was issued."""
-        job, log = self._job, collective_log.current
+        job, log = self.job, collective_log.current
         if log is not None:
             log.waits(self, "all-reduce")
         if self._pending is not None:
@@ -182,14 +159,14 @@ class Reduction:
             log.done(self, "all-reduce", job.plan.group.streams, stream)
         output, self._output = self._output, None
         assert output is not None
-        self._handed_out = handed_out = HandedOut(job, output, stream)
+        self.handed_out = handed_out = HandedOut(job, output, stream)
         if output is self._input and job.plan.group.mesh.replicate_group is None:
             self._scattered = handed_out.event
 
     def _log_issued(
         self, log: collective_log.CollectiveLog, kind: str, buffer: Tensor, process_group: dist.ProcessGroup
     ) -> None:
-        log.issued(self, kind, self._job.fqn or "the root", buffer.numel(), buffer.dtype, process_group)
+        log.issued(self, kind, self.job.fqn or "the root", buffer.numel(), buffer.dtype, process_group)
 
     def _finish_pending(self, kind: str) -> None:
         pending, self._pending = self._pending, None
@@ -197,7 +174,7 @@ class Reduction:
             if pending is not None:
                 pending.finish()
         except RuntimeError as error:
-            raise_lost(error, f"the {kind} of {self._job.fqn or 'the root'}")
+            raise_lost(error, f"the {kind} of {self.job.fqn or 'the root'}")
 
     # --- from leg to leg ---
 
@@ -223,7 +200,7 @@ class Reduction:
         if not self._is_scattered and self.legs is not None:
             next(self.legs, None)
         if self._input is not None:
-            streams = self._job.plan.group.streams
+            streams = self._streams
             streams.order(streams.compute, self._scattered)
         self._input = self._partial = None
 
@@ -237,20 +214,20 @@ class Reduction:
             for _ in legs:
                 pass
         self._input = self._partial = None
-        handed_out = self._handed_out
-        if self._job.plan.group.options.offload:
-            self._job.plan.group.streams.synchronize(self.reduced[1])  # the optimizer runs on the host
+        handed_out = self.handed_out
+        if self.job.plan.group.options.offload:
+            self._streams.synchronize(self.reduced[1])  # the optimizer runs on the host
         if handed_out is not None:  # inline ``let_go``: that saves a call for each group
             handed_out.held = ()
 
     def let_go(self) -> None:
         """Drop held memory; its stream is after all legs: the reduce stream, or compute if ``is_in_place``."""
-        if self._handed_out is not None:
-            self._handed_out.held = ()
+        if self.handed_out is not None:
+            self.handed_out.held = ()
 
     def let_go_of_copies(self) -> None:
         """Order the streams that get the copies' memory after the copies: reduce, and compute if ``is_in_place``."""
-        streams = self._job.plan.group.streams
+        streams = self._streams
         event = self.reduced[1]
         streams.order(streams.reduce, event)
         if self.is_in_place:
@@ -259,35 +236,12 @@ class Reduction:
 
     def abandon(self) -> None:
         """Wait for the leg under way and forget everything. Raises: LostRankError, when all is forgotten"""
-        streams = self._job.plan.group.streams
+        streams = self._streams
         try:
             self._finish_pending("reduction")
         finally:
             streams.order(streams.compute, self.reduced[1])
-            self._input = self._output = self._partial = self._before = self.sum = self._handed_out = self.legs = None
-
-    # --- what other ranks have told ---
-
-    def take_tag(self) -> Tensor | None:
-        """(n,): the sum of the tags, if ranks compare late; on the device, or on its way to the host. Later: None."""
-        handed_out = self._handed_out
-        if handed_out is None:
-            return None
-        tag, handed_out.tag = handed_out.tag, None
-        return tag
-
-    @property
-    def late_flags(self) -> Tensor | None:
-        """(n,): which of the plan's parameters some rank had a gradient for, if this rank has none for some of them."""
-        handed_out, slot = self._handed_out, self._job.plan.flags_slot
-        if handed_out is None or handed_out.output is None or slot is None:
-            return None
-        return handed_out.output[slot.offset : slot.offset + len(self._job.plan.views)]
-
-    def hand_out_late(self, flags: Sequence[float]) -> None:
-        """Hand out gradients of parameters that only other ranks used. flags: ``late_flags``, on the host"""
-        assert self._handed_out is not None
-        self._handed_out.add_late(flags)
+            self._input = self._output = self._partial = self._before = self.sum = self.handed_out = self.legs = None
 
 
 def legs_of(reductions: Sequence[Reduction], streams: Streams, compute: Stream) -> Generator[None]:
@@ -299,12 +253,12 @@ def legs_of(reductions: Sequence[Reduction], streams: Streams, compute: Stream) 
     several = len(reductions) > 1
     streams.order(streams.reduce, streams.mark(compute))
     with streams.on(streams.reduce):
-        scatters: ScatterLaunches | None = {} if several else None
+        scatters: Launches | None = {} if several else None
         for reduction in reductions:
             reduction.scatter(scatters)
         if scatters:
             for process_group, inputs in scatters.items():
-                collectives.reduce_scatter_together(inputs, process_group)
+                collectives.reduce_together(inputs, process_group)
         yield
         for reduction in reductions:
             reduction.settle()
@@ -313,20 +267,20 @@ def legs_of(reductions: Sequence[Reduction], streams: Streams, compute: Stream) 
             reduction._scattered = scattered
         replicated = []
         for reduction in reductions:
-            replicate_group = reduction.group.mesh.replicate_group
-            if reduction._job.hands_out and replicate_group is not None:
+            replicate_group = reduction.job.plan.group.mesh.replicate_group
+            if reduction.job.hands_out and replicate_group is not None:
                 replicated.append((reduction, replicate_group))
-            elif reduction._job.hands_out:
+            elif reduction.job.hands_out:
                 reduction.hand_out(streams.reduce)
     if replicated:
         streams.order(streams.all_reduce, scattered)
         with streams.on(streams.all_reduce):
-            all_reduces: AllReduceLaunches | None = {} if several else None
+            all_reduces: Launches | None = {} if several else None
             for reduction, replicate_group in replicated:
                 reduction.all_reduce(replicate_group, all_reduces)
             if all_reduces:
                 for process_group, outputs in all_reduces.items():
-                    collectives.all_reduce_together(outputs, process_group)
+                    collectives.reduce_together(outputs, process_group)
             yield
             for reduction, _ in replicated:
                 reduction.hand_out(streams.all_reduce)

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from ...errors import OrderError
 from ..comm.streams import Event, Streams
+from ..group.handing_out import HandedOut
 from ..group.param_group import ParamGroup
 from ..group.reduce_plan import NUM_DIGITS, TAG_NUMEL
-from ..group.reduction import Reduction
 from ..plan.mesh import DataParallelMesh
 
 EXPECTED = "forward to call the same units in the same order on every rank, and each loss to use what they return"
@@ -103,10 +103,10 @@ class _Unread(NamedTuple):
 _unread: collections.deque[_Unread] = collections.deque(maxlen=MAX_UNREAD)
 
 
-def read_later(reductions: Sequence[Reduction]) -> None:
-    """Copy the tags of ``reductions``, which compute is ordered after, to the host, without waiting for the copy."""
-    tagged = [(reduction, tag) for reduction in reductions if (tag := reduction.take_tag()) is not None]
-    if not tagged or (streams := tagged[0][0].group.streams).is_capturing():
+def read_later(reduced: Sequence[HandedOut]) -> None:
+    """Copy the tags of ``reduced``, which compute is ordered after, to the host, without waiting for the copy."""
+    tagged = [(each.job, each.tag) for each in reduced if each.tag is not None]
+    if not tagged or (streams := tagged[0][0].plan.group.streams).is_capturing():
         return
     tagged.sort(key=lambda each: each[1].device.type == "cpu")  # last, those that are on the host already
     there = [tag for *_, tag in tagged if tag.device.type != "cpu"]
@@ -115,7 +115,7 @@ def read_later(reductions: Sequence[Reduction]) -> None:
         joined = torch.cat(there)
         host = torch.empty(joined.shape, dtype=joined.dtype, device="cpu", pin_memory=True)
         tags.insert(0, host.copy_(joined, non_blocking=True))
-    groups = [(reduction.fqn or "the root", reduction.group.mesh, reduction.number) for reduction, _ in tagged]
+    groups = [(job.fqn or "the root", job.plan.group.mesh, job.plan.number or 0) for job, _ in tagged]
     _unread.append(_Unread(groups, tags, streams, streams.mark(streams.compute)))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm.streams import Stream, Streams
 from ..group.gradients import Gradients
+from ..group.handing_out import HandedOut
 from ..group.reduction import Reduction, legs_of
 from .late_comparison import read_later
 
@@ -59,7 +60,7 @@ class Reductions:
         holding = self._holding
         while len(holding) >= self.limit:
             for reduction in self._advanced:
-                if reduction.copies_out:
+                if reduction.job.plan.group.options.offload:
                     reduction.let_go_of_copies()
             self._advanced = holding.popleft()
             for reduction in self._advanced:
@@ -88,8 +89,9 @@ class Reductions:
         self._order(self._streams.compute)
         for reduction in self._started:
             reduction.finish()
-        _hand_out_late(self._started)
-        read_later(self._started)
+        handed_out = [reduction.handed_out for reduction in self._started if reduction.handed_out is not None]
+        _hand_out_late(handed_out)
+        read_later(handed_out)
         self._started.clear()
         self._holding.clear()
         self._advanced = []
@@ -101,7 +103,7 @@ class Reductions:
 
         But if hooks have run, maybe an optimizer's, finish now: the next gathers send their writes, after compute only.
         """
-        if any(reduction.has_run_hooks for reduction in self._started):
+        if any(each.handed_out is not None and each.handed_out.has_run_hooks for each in self._started):
             self.finish()
             return
         # Held memory goes back to this stream, and must not add up over micro-batches.
@@ -138,17 +140,17 @@ class Reductions:
             self._advanced = []
 
 
-def _hand_out_late(reductions: Sequence[Reduction]) -> None:
+def _hand_out_late(reduced: Sequence[HandedOut]) -> None:
     """Hand out gradients of parameters that only other ranks used; the host reads their flags, once per device."""
-    by_device: dict[torch.device, list[tuple[Reduction, Tensor]]] = {}  # gradients may be offloaded
-    for reduction in reductions:
-        flags = reduction.late_flags
+    by_device: dict[torch.device, list[tuple[HandedOut, Tensor]]] = {}  # gradients may be offloaded
+    for each in reduced:
+        flags = each.late_flags
         if flags is not None:
-            by_device.setdefault(flags.device, []).append((reduction, flags))
+            by_device.setdefault(flags.device, []).append((each, flags))
     for late in by_device.values():
         read = iter(read_flags([flags for _, flags in late]))
-        for reduction, flags in late:
-            reduction.hand_out_late(list(itertools.islice(read, len(flags))))
+        for each, flags in late:
+            each.add_late(list(itertools.islice(read, len(flags))))
 
 
 def read_flags(flags: Sequence[Tensor]) -> list[float]:

@@ -283,7 +283,7 @@ class FSDPModule(_Module):
         """
         for unit in _units(self, recurse=True):
             if unit.schedule is not None:
-                unit.schedule.finish_reductions()
+                unit.schedule.tree.reductions.finish()
             for group in unit.groups:
                 group.gradients.zero(set_to_none)
         super().zero_grad(set_to_none)

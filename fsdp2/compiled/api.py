@@ -65,7 +65,7 @@ def compile(  # noqa: A001 (named after torch.compile)
     _refuse_modes_below(model)
     refuse_what_graphs_lack([unit for _, unit in units_below(model)])
     chosen = CompileOptions(backend, bucket_bytes, dynamic, reorder, dict(options or {}))
-    root.hooks.enter_compiler(model, FullGraph(model, root, chosen))
+    model._compiled_call_impl = FullGraph(model, root, chosen)  # what model(...) runs
     return model
 
 

@@ -78,7 +78,7 @@ class FullGraph:
 
     def leave(self) -> None:
         """The model runs eagerly from now on."""
-        self._root.hooks.leave_compiler(self._model)
+        self._model.__dict__.pop("_compiled_call_impl", None)
 
     # --- before a forward ---
 
@@ -192,7 +192,7 @@ class FullGraph:
             yield
         finally:
             for unit in self._units:
-                unit.hooks.run_eagerly()
+                unit.hooks.let_compiler_trace(False)
             for face in self._faces:
                 face.show_sharded()
 

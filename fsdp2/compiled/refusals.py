@@ -48,7 +48,7 @@ def refuse_what_graphs_lack(units: Sequence[Unit]) -> None:
     """
     found = []
     for unit in units:
-        where = unit.fqn or "the root"
+        where = unit.name
         if unit.max_norm_weights:
             found.append(f"{where}: Embedding(max_norm=...) writes to its weight in forward")
         if unit.options.optional:

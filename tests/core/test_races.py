@@ -605,7 +605,7 @@ NEEDED_BY = {
     "Reduction.abandon order 1": "failed_backward",
     "ParamGroup.await_host_read synchronize 1": "offload_evaluation",
     "Schedule.await_optimizer order 1": "optimizer_on_its_own_stream",
-    "UnitTree.issue_beside_loss order 1": "written_in_forward",
+    "UnitTree.issue_for_backward order 1": "written_in_forward",
 }
 
 

@@ -67,7 +67,7 @@ def peaks_of_a_step() -> tuple[Counter[int], int]:
 def test_the_gather_alongside_the_loss_takes_one_unit_from_a_pool_of_its_own_and_adds_nothing_to_the_peak():
     """See Note: alongside the loss. What is reserved is at least the sum of the pools' peaks, which a plan's peak leaves out."""
     peaks, most = peaks_of_a_step()
-    with mock.patch.object(UnitTree, "issue_beside_loss", lambda tree, unit: unit.issue()):
+    with mock.patch.object(UnitTree, "issue_for_backward", lambda tree, unit: unit.issue()):
         on_compute, most_on_compute = peaks_of_a_step()
     assert on_compute[COPY_IN] == 0
     assert peaks[COPY_IN] == BLOCK_NBYTES

@@ -138,8 +138,8 @@ class Sender(Protocol):
     def to_send(self, gathering: Gathering) -> tuple[list[Tensor], list[Tensor]]:
         """The (outputs, inputs) of a collective, on the gather stream; the packed ones come first."""
 
-    def land(self, gathering: Gathering) -> None:
-        """What follows the collective, on the gather stream, up to ``event``."""
+    def copy_out(self, gathering: Gathering) -> None:
+        """What follows the collective, on the gather stream."""
 
 
 class Gathering:
@@ -169,13 +169,22 @@ class Gathering:
     def note_sent(self) -> None:
         """The collective is issued, on the gather stream: the rest follows, or, where the host waits, in ``finish``."""
         self.is_sent = True
-        if not self._streams.host_waits and self.sender is not None:
-            self.sender.land(self)
+        if not self._streams.host_waits:
+            self._land()
+
+    def _land(self) -> None:
+        self.is_sent = False
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.finish()
+        if self.sender is not None:
+            self.sender.copy_out(self)
+        self.event = self._streams.mark(self._streams.gather)
 
     def finish(self) -> None:
         """Wait; then compute may use and free the unsharded memory, and ``flat`` may be written."""
-        if self.is_sent and self.sender is not None:
-            self.sender.land(self)
+        if self.is_sent:
+            self._land()
         streams = self._streams
         streams.order(streams.compute, self.event)
         if self.held is not None and self._started_on != streams.compute:  # its memory goes back to that stream
@@ -267,9 +276,7 @@ class Gather:
                 gathering.pending = collectives.all_gather(
                     outputs, inputs, self._process_group, plan.algorithm, plan.async_op
                 )
-            gathering.is_sent = True
-            if not streams.host_waits:
-                self.land(gathering)
+            gathering.note_sent()
         return gathering
 
     def _fill_own_rows(self, flat: Tensor) -> None:
@@ -326,14 +333,10 @@ class Gather:
         assert gathering.flat is not None
         return gathering.flat.to(self._target.device, non_blocking=True).to(self._target.dtype)
 
-    def land(self, gathering: Gathering) -> None:
-        gathering.is_sent = False
+    def copy_out(self, gathering: Gathering) -> None:
         target, plan = self._target, self.plan
         if target.storage.nbytes() == 0:  # see ``allocates_early``
             self._streams.resize(target.storage, target.nbytes)
-        pending, gathering.pending = gathering.pending, None
-        if pending is not None:
-            pending.finish()
         packed, gathering.packed = gathering.packed, None
         if packed is not None:
             rows = packed.view(plan.num_shards, -1)
@@ -345,7 +348,6 @@ class Gather:
             torch.split_with_sizes_copy(rows, plan.split_sizes, dim=1, out=outs)
             for index, cut, whole in plan.rearranged:
                 assemble(outs[index], cut, whole)
-        gathering.event = self._streams.mark(self._streams.gather)
 
 
 class LocalGather:

@@ -186,13 +186,8 @@ class ExtensionGather:
         is_async = not backends.is_stream_ordered(self._backend)
         gathering.pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
 
-    def land(self, gathering: Gathering) -> None:
-        gathering.is_sent = False
-        pending, gathering.pending = gathering.pending, None
-        if pending is not None:
-            pending.finish()
-        streams = self._plan.streams
-        gathering.event = streams.mark(streams.gather)
+    def copy_out(self, gathering: Gathering) -> None:
+        pass  # ``fill`` does, on compute
 
     def _pack(self, gathering: _ExtensionGathering, non_blocking: bool, own_row_only: bool) -> None:
         """Copy the tensors of every parameter into this rank's row of its output, if it is direct, or of a buffer.

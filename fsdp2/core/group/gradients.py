@@ -276,7 +276,8 @@ class Gradients:
         """
         assert self._planned is not None
         plan = self._planned.plan
-        self._refuse_zeros_of_no_dtype()
+        if self.options.reduce_unused:
+            self._refuse_zeros_of_no_dtype()
         used = [grad is not None for grad in grads]
         comm = self.options.comm if self.plan.mesh.shard_size > 1 else None
         if comm is None:
@@ -312,9 +313,7 @@ class Gradients:
         return None
 
     def _refuse_zeros_of_no_dtype(self) -> None:
-        """Raise if an unused parameter gets a gradient whose dtype no option tells. All ranks raise, or none."""
-        if not self.options.reduce_unused:
-            return
+        """Raise if the dtype of an unused parameter's gradient is told by no option. All ranks raise, or none."""
         names = [param.fqn for param, given in self.plan.gradients.added_up.items() if given.dtype is None]
         if names:
             raise ArgumentError(

@@ -546,9 +546,3 @@ class ParamGroup:
             self.holders.clear()
         self.take_over_toggles()
         self.reshard()
-
-    def discard_gradients(self) -> None:
-        """Forget gradients that have not reached sharded parameters, and units that held the group for a backward."""
-        self.gradients.discard()
-        if self.holders:
-            self.holders.clear()

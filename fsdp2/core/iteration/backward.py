@@ -63,16 +63,13 @@ class Backward:
         tree = self._tree
         log = collective_log.current
         if log is not None:
-            log.enter("backward", unit.fqn or "the root")
+            log.enter("backward", unit.name)
         tree.reductions.poll()
         for group in unit.uses:
             group.gradients.reached = True
         options = unit.options
         if options.unshard_in_backward:
-            if tree.step.forward_end is None:
-                unit.issue()
-            else:
-                tree.issue_beside_loss(unit)
+            tree.issue_for_backward(unit)
             if self._host_waits:
                 unit.wait()
         step = tree.step
@@ -100,10 +97,7 @@ class Backward:
     def _prefetch(self, unit: Unit) -> None:
         if unit.options.unshard_in_backward:
             self._prefetched.append(unit)
-            if self._tree.step.forward_end is None:
-                unit.issue()
-            else:
-                self._tree.issue_beside_loss(unit)
+            self._tree.issue_for_backward(unit)
 
     def end(self, unit: Unit, call: Call, task: int) -> None:
         """An input of ``call`` has its gradient. Collective: yes, if the call was its unit's last in this backward."""

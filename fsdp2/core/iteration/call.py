@@ -16,7 +16,8 @@ from torch import nn
 
 from ...torch_names import torch_autograd
 
-next_moment = itertools.count(0, 1 << 20).__next__
+ROOM = 1 << 20
+next_moment = itertools.count(0, ROOM).__next__
 """Numbers for the beginnings and ends of forward calls, in their order; between two is room for other ranks' calls."""
 
 

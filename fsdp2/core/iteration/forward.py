@@ -32,7 +32,7 @@ class Forward:
         self._tree = tree
         # Order compute after this gather last: casts of the next one then follow compute, and run alongside this one.
         self._host_waits = tree.streams.host_waits
-        self._caller = _Caller()
+        self._caller = torch_autograd.caller_of_hooks()  # the frame of ``nn.Module.__call__`` or of a forward method
         self._recorded = tree.records.get(root, [])
         self._recording: list[Unit] = []
         self.precedes_backward = torch.is_grad_enabled()
@@ -44,7 +44,7 @@ class Forward:
         """``unit`` is about to run: unshard it, then prefetch the unit after it. Collective: yes."""
         log = collective_log.current
         if log is not None:
-            log.enter("forward", unit.fqn or "the root")
+            log.enter("forward", unit.name)
         unit.issue()
         if self._host_waits:
             unit.wait()
@@ -77,14 +77,11 @@ class Forward:
         """``unit`` has run: free what backward does not need (``stays``: nothing)."""
         log = collective_log.current
         if log is not None:
-            log.exit("forward", unit.fqn or "the root")
+            log.exit("forward", unit.name)
         for weight in unit.max_norm_weights:
             weight.write_back()
         tree = self._tree
-        if unit.options.reshard_after_forward is True and unit is not tree.root and not stays:  # by far the most common
-            unit.reshard()
-        else:
-            tree.reshard_after_forward(unit, stays)
+        tree.reshard_after_forward(unit, stays)
         # Ranks do not compare whether backward comes to a unit without parameters, so it may not start others' gathers.
         if self.precedes_backward and (unit.uses or unit is tree.root):
             step = tree.step
@@ -123,7 +120,8 @@ class Forward:
         release(self._prefetched)
         tree.await_host_reads()  # a backward may never come, and the user may write offloaded shards now
         if not tree.step.order:
-            tree.hide_what_forward_left()
+            for unit in tree.step.left_by_forward:  # no backward can follow, and the user may write parameters
+                unit.hide()
         elif self.precedes_backward and not failed:
             tree.note_forward_end()
 
@@ -133,18 +131,7 @@ class Forward:
         torch calls no hook then. The hooks of the next forward cannot tell it from a call that the root makes of itself
         inside its own forward; only the stack differs.
         """
-        return not self._caller.is_running()
-
-
-class _Caller:
-    """The frame that called our pre-forward hook: that of ``nn.Module.__call__``, or of a registered forward method."""
-
-    def __init__(self) -> None:
-        self._frame = torch_autograd.caller_of_hooks()
-
-    def is_running(self) -> bool:
-        """Whether the frame is below us on the stack."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._frame:
+        while frame is not None and frame is not self._caller:
             frame = frame.f_back
-        return frame is not None
+        return frame is None

@@ -30,7 +30,7 @@ from ...torch_names import torch_autograd, torch_collectives
 from ..comm import collective_log
 from ..comm.agreement import agree, has_untold, messages_over, tell_later
 from ..group.param_group import GroupState
-from .call import Call, GraphPart, next_moment
+from .call import ROOM, Call, GraphPart, next_moment
 from .forward import Forward
 from .forward_log import ForwardLog
 from .unit import Unit
@@ -74,7 +74,7 @@ class OptionalUnits:
         self._refuse_what_ranks_cannot_leave_out()
         if root in self.units:
             raise OrderError(
-                f"forward begins with {_name(root)}, which is optional",
+                f"forward begins with {root.name}, which is optional",
                 expected="forward of a module around it, which all ranks run, as all of them gather it there",
                 fix="run it in the forward of the model; or call set_optional(False) on it",
             )
@@ -88,15 +88,15 @@ class OptionalUnits:
         found = []
         for unit in self.units:
             if any(group.holders is not None for group in unit.uses):
-                found.append(f"{_name(unit)}: parameters that are tied to another module's")
+                found.append(f"{unit.name}: parameters that are tied to another module's")
             if unit.max_norm_weights:
-                found.append(f"{_name(unit)}: an embedding with max_norm, whose forward writes its rows")
+                found.append(f"{unit.name}: an embedding with max_norm, whose forward writes its rows")
             if any(group.gradients.options.comm is not None for group in unit.groups):
-                found.append(f"{_name(unit)}: set_custom_reduce_scatter, whose buffers do not say who has gradients")
+                found.append(f"{unit.name}: set_custom_reduce_scatter, whose buffers do not say who has gradients")
         for unit in self._tree.units:
             named = [*unit.options.prefetch_forward, *unit.options.prefetch_backward]
             if named and (unit in self.units or not set(named).isdisjoint(self.units)):
-                found.append(f"{_name(unit)}: set_modules_to_forward_prefetch or set_modules_to_backward_prefetch")
+                found.append(f"{unit.name}: set_modules_to_forward_prefetch or set_modules_to_backward_prefetch")
         if found:
             raise ArgumentError(
                 "ranks cannot leave out these units",
@@ -135,7 +135,7 @@ class OptionalUnits:
         if merged is None:
             raise OrderError(
                 "ranks ran optional units in opposite orders",
-                items=[" -> ".join(_name(self.units[mark.call[1]]) for mark in each.marks) for each in rows],
+                items=[" -> ".join(self.units[mark.call[1]].name for mark in each.marks) for each in rows],
                 expected="one order of those that a rank runs, on all ranks",
                 fix="run them in the same order on every rank; go on after reset_iter_state()",
             )
@@ -209,7 +209,7 @@ def _times(marks: Sequence[_Mark], own: dict[_Mark, int], mandatory: Sequence[in
     result: list[tuple[_Mark, int]] = []
     waiting: list[_Mark] = []
     end = next_moment()
-    before = min([end, *mandatory[:1], *own.values()]) - _ROOM
+    before = min([end, *mandatory[:1], *own.values()]) - ROOM
     line: list[tuple[int, _Mark | None, int | None]] = [(mark.gap, mark, own.get(mark)) for mark in marks]
     line += [(gap, None, at) for gap, at in enumerate([*mandatory, end])]
     for _, mark, at in sorted(line, key=lambda each: (each[0], each[1] is None)):
@@ -222,9 +222,6 @@ def _times(marks: Sequence[_Mark], own: dict[_Mark, int], mandatory: Sequence[in
         ]
         waiting, before = [], at
     return result
-
-
-_ROOM = 1 << 20
 
 
 class OptionalForward(Forward):
@@ -250,21 +247,21 @@ class OptionalForward(Forward):
         """Collective: no"""
         if any(group.state is GroupState.SHARDED and group.mesh.shard_size > 1 for group in unit.uses):
             raise OrderError(
-                f"{_name(unit)} is optional, and not gathered: it has run in this forward before, "
+                f"{unit.name} is optional, and not gathered: it has run in this forward before, "
                 "or the forward began with a module that does not hold it",
                 expected="one run in the forward of a module around it, after which it is resharded",
                 fix="call set_reshard_after_forward(False) on it, so that it may run several times",
             )
         if self.precedes_backward and not torch.is_grad_enabled() and torch_autograd.in_reentrant_checkpoint():
             problem = OrderError(
-                f"{_name(unit)} is optional, and runs in a re-entrant checkpoint",
+                f"{unit.name} is optional, and runs in a re-entrant checkpoint",
                 expected="calls that backward can follow: this one makes its graph in backward, on this rank alone",
                 fix="checkpoint it with use_reentrant=False, or by apply_activation_checkpointing",
             )
             tell_later(problem)
         log = collective_log.current
         if log is not None:
-            log.enter("forward", unit.fqn or "the root")
+            log.enter("forward", unit.name)
         unit.wait()
         if log is not None:
             log.resume()
@@ -275,7 +272,7 @@ class OptionalForward(Forward):
             return
         log = collective_log.current
         if log is not None:
-            log.exit("forward", unit.fqn or "the root")
+            log.exit("forward", unit.name)
         if unit.options.reshard_after_forward is True and not stays:
             unit.reshard()
         if log is not None:
@@ -288,7 +285,3 @@ class OptionalForward(Forward):
         super().finish(failed)
         if self.log is not None and not failed:
             self._units.complete(self.log)
-
-
-def _name(unit: Unit) -> str:
-    return unit.fqn or "the root"

@@ -197,7 +197,7 @@ class Schedule:
         if unit.calls.running or torch_autograd.current_graph_task() != -1:
             return
         if collective_log.current is not None:
-            collective_log.current.fail("forward", unit.fqn or "the root")
+            collective_log.current.fail("forward", unit.name)
         try:
             self.tree.reshard_after_forward(unit)
             if unit.max_norm_weights:
@@ -269,7 +269,7 @@ class Schedule:
         task = torch_autograd.current_graph_task()
         log = collective_log.current
         if log is not None:
-            log.exit("backward", unit.fqn or "the root")
+            log.exit("backward", unit.name)
         (self.backward or self._backward_of(task)).end(unit, call, task)
         if log is not None:
             log.resume()
@@ -410,10 +410,6 @@ class Schedule:
         self.comm_ctx.handle = None
         self.tree.reductions.finish()
         finish_all()
-
-    def finish_reductions(self) -> None:
-        """Wait until all sharded gradients have arrived, as compute sees them."""
-        self.tree.reductions.finish()
 
     # --- recovery ---
 

@@ -148,6 +148,11 @@ class Unit:
             group.holders = group.holders or set()
 
     @property
+    def name(self) -> str:
+        """For messages and logs."""
+        return self.fqn or "the root"
+
+    @property
     def borrowed(self) -> list[ParamGroup]:
         return self.uses[len(self.groups) :]
 
@@ -263,7 +268,9 @@ class Unit:
     def drop(self) -> None:
         """After an exception: reshard, and forget every gradient that has not reached the sharded parameters."""
         for group in self.groups:
-            group.discard_gradients()
+            group.gradients.discard()
+            if group.holders:
+                group.holders.clear()
             group.reshard()
 
     def has_gradients(self) -> bool:

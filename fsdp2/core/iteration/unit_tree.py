@@ -175,11 +175,6 @@ class UnitTree:
         if after is not True and after is not False:
             unit.reshard(to_smaller=True)
 
-    def hide_what_forward_left(self) -> None:
-        """No backward can follow: show the sharded parameters, so that the next reshard loses no write of the user."""
-        for unit in self.step.left_by_forward:
-            unit.hide()
-
     def note_forward_end(self) -> None:
         """A forward whose backward may come has ended."""
         self.reductions.note_compute()
@@ -190,17 +185,17 @@ class UnitTree:
                     self.step.forward_end = ForwardEnd(unit, self.streams.mark(self.streams.compute), versions)
                 return
 
-    def issue_beside_loss(self, unit: Unit) -> None:
-        """As ``unit.issue()``, while no unit has been gathered for the backward that follows ``step.forward_end``.
+    def issue_for_backward(self, unit: Unit) -> None:
+        """As ``unit.issue()``; the first unit that a backward gathers, after ``step.forward_end``, alongside the loss.
 
         See Note: alongside the loss. Collective: yes, over the shard axis.
         """
-        if all(group.state is not GroupState.SHARDED for group in unit.uses):  # it stayed unsharded, or is empty
+        end, streams = self.step.forward_end, self.streams
+        if end is None or all(group.state is not GroupState.SHARDED for group in unit.uses):  # it stayed, or is empty
             unit.issue()
             return
-        end, self.step.forward_end = self.step.forward_end, None
-        streams = self.streams
-        if end is None or end.unit is not unit or streams.is_capturing() or not unit.can_be_gathered_anew(end.versions):
+        self.step.forward_end = None
+        if end.unit is not unit or streams.is_capturing() or not unit.can_be_gathered_anew(end.versions):
             unit.issue()
             return
         streams.order(streams.copy_in, end.event)

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -158,31 +158,16 @@ class UnitHooks:
 
     # --- under a compiler that captures forward, backward and all collectives ---
 
-    def enter_compiler(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        """Let ``module(...)`` run ``call(...)``."""
-        module._compiled_call_impl = call
-
-    def leave_compiler(self, module: nn.Module) -> None:
-        module.__dict__.pop("_compiled_call_impl", None)
-
-    def let_compiler_trace(self) -> None:
-        """Until ``run_eagerly``, use hooks that a compiler can trace in the places of ours: they only cast."""
-        for pre_forward, post_forward in self._forward_handles():
-            pre_forward.hooks_dict_ref()[pre_forward.id] = self._traced_pre_forward
-            post_forward.hooks_dict_ref()[post_forward.id] = self._traced_post_forward
-
-    def run_eagerly(self) -> None:
-        for pre_forward, post_forward in self._forward_handles():
-            pre_forward.hooks_dict_ref()[pre_forward.id] = self.pre_forward
-            post_forward.hooks_dict_ref()[post_forward.id] = self.post_forward
+    def let_compiler_trace(self, traces: bool = True) -> None:
+        """Use hooks that a compiler can trace in the places of ours: they only cast. traces: False: use ours again"""
+        ours = self.pre_forward, self.post_forward
+        hooks = (self._traced_pre_forward, self._traced_post_forward) if traces else ours
+        for handle, hook in zip(self._handles, hooks * len(self._unit.modules), strict=False):  # forward's come first
+            handle.hooks_dict_ref()[handle.id] = hook
 
     def give_place(self, hooks: Any, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` run in our place in ``hooks``, a module's dict of forward hooks, until ``run_eagerly``."""
+        """Let ``hook`` run in our place in ``hooks``, a module's dict of forward hooks, until ours are used again."""
         hooks[next(ours.id for ours in self._handles if ours.hooks_dict_ref() is hooks)] = hook
-
-    def _forward_handles(self) -> Iterator[tuple[Any, Any]]:
-        forward = self._handles[: 2 * len(self._unit.modules)]
-        return zip(forward[::2], forward[1::2], strict=True)
 
     def _traced_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # no compiler runs: stand-ins have no memory
@@ -447,7 +432,7 @@ _OUR_OWN: list[Callable[..., Any]] = [
 def _refuse_autograd(unit: ModuleState) -> None:
     if torch.is_grad_enabled():
         raise OrderError(
-            f"forward of {unit.fqn or 'the root'} was called inside of summon_full_params, with autograd",
+            f"forward of {unit.name} was called inside of summon_full_params, with autograd",
             expected="torch.no_grad() around it: gradients of the whole parameters would be lost",
             fix="run training steps outside of summon_full_params",
         )

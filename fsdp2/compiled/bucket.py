@@ -57,6 +57,9 @@ class Bucket:
         self.scatter_group = group.gradients.scatter_group
         self._gather_backend = backends.backend_of(group.mesh.shard_group, group.device.type)
         self._scatter_backend, _ = group.gradients.backends
+        # Of groups that may be merged: what they must have in common.
+        own = self.mesh.groups, id(self.scatter_group), self.param_dtype, self.reduce_dtype
+        self.kind = (*own, keep, self.divisions)
         self.landings = tuple(member.landing for member in members if member.landing is not None)
         self.used: tuple[set[int], ...] = tuple(set() for _ in self.landings)
 

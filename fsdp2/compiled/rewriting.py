@@ -122,23 +122,11 @@ def _buckets(faces: Sequence[tuple[Face, bool]], nbytes: int) -> list[Bucket]:
     for face, keep in faces:
         own = Bucket([Member(face, face.landing)], keep)
         last = buckets[-1] if buckets else None
-        if last is not None and _go_together(last, own) and last.unsharded_nbytes + own.unsharded_nbytes <= nbytes:
+        if last is not None and last.kind == own.kind and last.unsharded_nbytes + own.unsharded_nbytes <= nbytes:
             buckets[-1] = Bucket([*last.members, *own.members], keep)
         else:
             buckets.append(own)
     return buckets
-
-
-def _go_together(one: Bucket, other: Bucket) -> bool:
-    if one.scatter_group is not other.scatter_group:
-        return False
-    return (one.mesh.groups, one.param_dtype, one.reduce_dtype, one.keep, one.divisions) == (
-        other.mesh.groups,
-        other.param_dtype,
-        other.reduce_dtype,
-        other.keep,
-        other.divisions,
-    )
 
 
 def _unshard(

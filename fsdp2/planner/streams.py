@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..core.comm.streams import HostStreams
+from ..core.comm.streams import HostStreams, Streams
 
 COMPUTE, COPY_IN, GATHER, REDUCE, ALL_REDUCE, OFFLOAD, COPY_OUT = range(7)
 
@@ -23,7 +23,7 @@ class Log(Protocol):
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None: ...
 
 
-class WrittenStreams:
+class WrittenStreams(Streams):
     """Streams of a CUDA-like device."""
 
     host_waits = False
@@ -32,7 +32,7 @@ class WrittenStreams:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._events = 0
-        self.resize = log.resize
+        self.resize = log.resize  # type: ignore[method-assign]
 
     @property
     def compute(self) -> int:
@@ -55,22 +55,9 @@ class WrittenStreams:
         if event is not None:
             self._log.put("wait", stream=stream, id=event)
 
-    def run(self, legs: Iterator[None]) -> None:
-        for _ in legs:
-            pass
-
     def synchronize(self, event: int | None) -> None:
         if event is not None:
             self._log.put("host waits for event", id=event)
-
-    def has_passed(self, event: int | None) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def join_capture(self, stream: str) -> None:
-        pass
 
 
 class WrittenHost(HostStreams):

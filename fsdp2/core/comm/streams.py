@@ -34,7 +34,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -42,8 +42,8 @@ Stream = Any  # a device stream, or a name on the recording implementation, or N
 Event = Any
 
 
-class Streams(Protocol):
-    """What the runtime needs of a device to order work."""
+class Streams:
+    """What the runtime needs of a device to order work; where a method has a body, that of most devices."""
 
     host_waits: bool
     """True where no stream orders collectives: the host waits for their results."""
@@ -53,18 +53,14 @@ class Streams(Protocol):
     reduce: Stream
     all_reduce: Stream
 
-    @property
-    def offload(self) -> Stream: ...
-
-    @property
-    def copy_out(self) -> Stream: ...
-
-    @property
-    def compute(self) -> Stream:
-        """The stream that is current now."""
+    offload: Stream
+    copy_out: Stream
+    compute: Stream
+    """The stream that is current now."""
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Work started inside goes to ``stream``."""
+        raise NotImplementedError
 
     def mark(self, stream: Stream) -> Event:
         """An event after the work that ``stream`` has been given so far."""
@@ -77,9 +73,12 @@ class Streams(Protocol):
 
         On the host only to its first wait: whoever needs the result runs the rest, and all ranks in the same order.
         """
+        for _ in legs:
+            pass
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate (from 0) or free (to 0) ``storage`` on the current stream."""
+        storage.resize_(nbytes)  # looked up at each call: memory trackers patch it
 
     def synchronize(self, event: Event) -> None:
         """Block the host until ``event`` has passed."""
@@ -89,9 +88,11 @@ class Streams(Protocol):
 
         Local: nothing that other ranks see may depend on it.
         """
+        return True
 
     def is_capturing(self) -> bool:
         """Whether a graph of compute's work is being captured."""
+        return False
 
     def join_capture(self, stream: Stream) -> None:
         """Let ``stream`` take part in the graph that is being captured, if any: others may then wait for its events."""
@@ -104,7 +105,7 @@ class _Nowhere:
     __exit__: Any = __enter__
 
 
-class HostStreams:
+class HostStreams(Streams):
     """The CPU: work runs when it is started, one stream is all streams, and each event is long past.
 
     What does nothing is a function in C, which costs a step less than one in Python.
@@ -118,20 +119,8 @@ class HostStreams:
     synchronize: Any = mark
     run: Any = staticmethod(next)
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        storage.resize_(nbytes)  # looked up at each call: memory trackers patch it
 
-    def has_passed(self, event: Event) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def join_capture(self, stream: Stream) -> None:
-        pass
-
-
-class DeviceStreams:
+class DeviceStreams(Streams):
     """A CUDA-like device, through its module (``torch.cuda``, ``torch.xpu``, ...)."""
 
     host_waits = False
@@ -168,13 +157,6 @@ class DeviceStreams:
     def order(self, stream: Stream, event: Event) -> None:
         if event is not None:
             stream.wait_event(event)
-
-    def run(self, legs: Iterator[None]) -> None:
-        for _ in legs:
-            pass
-
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        storage.resize_(nbytes)
 
     def synchronize(self, event: Event) -> None:
         if event is not None:

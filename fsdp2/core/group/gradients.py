@@ -231,7 +231,7 @@ class Gradients:
 
     def leave(self) -> bool:
         """Leave gradients on the unsharded parameters, if backward does not reduce; False: ``take`` must get them."""
-        if not self.adds_up_on_leaves:
+        if self.micro_batch.reduces or not self.adds_up_on_leaves:  # usual, without a call
             return False
         # On all ranks, though some may have used no parameter; a frozen group has nothing that could wait.
         self._on_leaves |= self.reached and any(param.sharded.requires_grad for param in self.plan.params)

@@ -8,6 +8,7 @@ Worked example: a (5, 4) weight over 2 ranks; the state dict has a plain (5, 4) 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ...torch_names import torch_dtensors, torch_tensors
 from ..group.extensions import leaves_of
 from ..group.param import ShardedParam, carry_grad_dtype, own_shard
+from ..group.param_group import ParamGroup
 from ..iteration.call import next_moment
 from ..iteration.module_state import ModuleState
 from ..iteration.unit import Unit
@@ -48,12 +50,10 @@ class Saved(Saving):
 
     @torch.inference_mode(False)
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for group in self._unit.uses:
-            for param in group.params:
-                for owner in param.owners:
-                    value = state_dict.get(prefix + owner.name) if owner.module is module else None
-                    if isinstance(value, DTensor) and _is_alias(torch_dtensors.local_tensor(value), param.local):
-                        torch_dtensors.set_local_tensor(value, param.local.detach())
+        for _, param, name in _owned_by(module, self._unit):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor) and _is_alias(torch_dtensors.local_tensor(value), param.local):
+                torch_dtensors.set_local_tensor(value, param.local.detach())
 
 
 def _is_alias(one: Tensor, other: Tensor) -> bool:
@@ -72,8 +72,8 @@ class Loading(Saving):
         self._unit.reshard_for_all()
         now = next_moment()
         for group in self._unit.uses:
-            owned = [(param, owner.name) for param in group.params for owner in param.owners if owner.module is module]
-            group.note_write(now, [param for param, name in owned if prefix + name in state_dict])
+            owned = _owned_by(module, self._unit)
+            group.note_write(now, [param for its, param, name in owned if its is group and prefix + name in state_dict])
         cut_whole_tensors(self._unit, module, state_dict, prefix)
 
 
@@ -81,24 +81,29 @@ class Loaded(Saving):
     """After loading, which may have put other parameters into a module (``assign=True``): they keep ``grad_dtype``."""
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        for group in self._unit.uses:
-            for param in group.params:
-                for owner in param.owners:
-                    now = module._parameters.get(owner.name) if owner.module is module else None
-                    if now is not None and now is not param.sharded:
-                        carry_grad_dtype(param.sharded, now)
+        for _, param, name in _owned_by(module, self._unit):
+            now = module._parameters.get(name)
+            if now is not None and now is not param.sharded:
+                carry_grad_dtype(param.sharded, now)
+
+
+def _owned_by(module: nn.Module, unit: Unit) -> Iterator[tuple[ParamGroup, ShardedParam, str]]:
+    """The parameters of ``unit`` that ``module`` has, each with its group and its name there."""
+    for group in unit.uses:
+        for param in group.params:
+            for owner in param.owners:
+                if owner.module is module:
+                    yield group, param, owner.name
 
 
 def cut_whole_tensors(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace the values for parameters of ``module``. state_dict: torch's own copy, so that the caller's stays."""
-    for group in unit.uses:
-        if group.plan.has_own_memory:
-            continue  # a tensor subclass decides by itself what it takes
-        for param in group.params:
-            for owner in param.owners:
-                value = state_dict.get(prefix + owner.name) if owner.module is module else None
-                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.sharded.shape:
-                    state_dict[prefix + owner.name] = cut_whole(param, value)
+    for group, param, name in _owned_by(module, unit):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, DTensor) or group.plan.has_own_memory:  # a tensor subclass decides by itself what it takes
+            continue
+        if isinstance(value, Tensor) and value.shape == param.sharded.shape:
+            state_dict[prefix + name] = cut_whole(param, value)
 
 
 @torch.no_grad()

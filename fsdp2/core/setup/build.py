@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -318,34 +318,34 @@ _Owned = dict[nn.Parameter, tuple[list[str], list[Owner]]]
 def _owners(modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Owned:
     """Every parameter to shard with its names and owners, in the order of ``named_parameters()``."""
     owned: _Owned = {}
-    inside = set(managed)
-    for index, root in enumerate(modules):
-        prefix = f"{index}." if len(modules) > 1 else ""
-        for module_name, module in root.named_modules():
-            if module not in inside:
+    for prefix, module in _with_prefixes(modules, managed):
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
                 continue
-            for name, param in module._parameters.items():
-                if param is None or param in ignored:
-                    continue
-                fqn = f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}"
-                names, owners = owned.setdefault(param, ([], []))
-                names.append(fqn)
-                if not any(owner.module is module and owner.name == name for owner in owners):
-                    owners.append(Owner(module, name))
+            names, owners = owned.setdefault(param, ([], []))
+            names.append(prefix + name)
+            if not any(owner.module is module and owner.name == name for owner in owners):
+                owners.append(Owner(module, name))
     return owned
 
 
 def _buffers(modules: Sequence[nn.Module], managed: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Every buffer to move, each once, with its first name."""
     found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in _with_prefixes(modules, managed):
+        for name, buffer in module.named_buffers(recurse=False):
+            found.setdefault(id(buffer), (prefix + name, buffer))
+    return dict(found.values())
+
+
+def _with_prefixes(modules: Sequence[nn.Module], managed: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Each of ``managed``, with what its name adds before those of its parameters: "layers.3."."""
     inside = set(managed)
     for index, root in enumerate(modules):
         prefix = f"{index}." if len(modules) > 1 else ""
-        for module_name, module in root.named_modules():
+        for name, module in root.named_modules():
             if module in inside:
-                for name, buffer in module.named_buffers(module_name, recurse=False):
-                    found.setdefault(id(buffer), (prefix + name, buffer))
-    return dict(found.values())
+                yield f"{prefix}{name}." if name else prefix, module
 
 
 def _refuse_scripted(owned: _Owned) -> None:
@@ -454,15 +454,12 @@ def _checked_reshard_after_forward(value: Any, mesh: DataParallelMesh) -> bool |
 
 def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.device) -> None:
     """Refuse tensors that ``fully_shard`` does not move: those on other devices than the CPU, meta and the mesh's."""
+    tensors: list[tuple[str, Tensor, str]] = [(names[0], param, "") for param, (names, _) in owned.items()]
+    tensors += [(name, buffer, " (a buffer)") for name, buffer in buffers.items()]
     wrong = [
-        f"{names[0]} {tuple(param.shape)} on {param.device}"
-        for param, (names, _) in owned.items()
-        if param.device.type not in ("cpu", "meta", device.type)
-    ]
-    wrong += [
-        f"{name} {tuple(buffer.shape)} on {buffer.device} (a buffer)"
-        for name, buffer in buffers.items()
-        if buffer.device.type not in ("cpu", "meta", device.type)
+        f"{name} {tuple(tensor.shape)} on {tensor.device}{kind}"
+        for name, tensor, kind in tensors
+        if tensor.device.type not in ("cpu", "meta", device.type)
     ]
     if wrong:
         raise DeviceError(

@@ -192,7 +192,7 @@ class FullGraph:
             yield
         finally:
             for unit in self._units:
-                unit.hooks.let_compiler_trace(False)
+                unit.hooks.run_eagerly()
             for face in self._faces:
                 face.show_sharded()
 

@@ -130,11 +130,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _nbytes(node: fx.Node) -> int:
-    return sum(_size_hint(tensor) for tensor in _tensors(node.meta.get("val")))
-
-
-def _size_hint(tensor: Tensor) -> int:
-    return compiler.size_hint(tensor.numel()) * tensor.dtype.itemsize
+    return sum(compiler.size_hint(each.numel()) * each.dtype.itemsize for each in _tensors(node.meta.get("val")))
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

@@ -21,35 +21,32 @@ from torch.utils._ordered_set import OrderedSet
 GraphPass = Callable[[torch.fx.Graph], None]
 
 
-class Partition(CustomPartitionerFn):
-    """``before`` on the joint graph, then inductor's own partitioner. before: a function at the top of a module."""
-
-    def __init__(self, before: GraphPass, key: str) -> None:
-        self._before = before
-        self._key = key
-
-    def __call__(
-        self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        self._before(gm.graph)
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> str:
-        return self._key
-
-
-class LastPass(CustomGraphPass):
-    """``change`` on each graph just before it is lowered."""
+class _Keyed:
+    """change: a function at the top of a module; key: of it, for the compiler's caches"""
 
     def __init__(self, change: GraphPass, key: str) -> None:
         self._change = change
         self._key = key
 
-    def __call__(self, graph: torch.fx.graph.Graph) -> None:
-        self._change(graph)
-
     def uuid(self) -> str:
         return self._key
+
+
+class Partition(_Keyed, CustomPartitionerFn):
+    """``change`` on the joint graph, then inductor's own partitioner."""
+
+    def __call__(
+        self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        self._change(gm.graph)
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+class LastPass(_Keyed, CustomGraphPass):
+    """``change`` on each graph just before it is lowered."""
+
+    def __call__(self, graph: torch.fx.graph.Graph) -> None:
+        self._change(graph)
 
 
 class KeepReadsBehindWaits(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)):  # type: ignore[misc]  # torch 2.13

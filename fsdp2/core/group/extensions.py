@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import ExtensionError
 from ...torch_names import torch_autograd, torch_dtensors, torch_tensors
-from ..plan.layout import rows_of
+from ..plan.layout import contiguous_strides, rows_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import ShardSpec
 from .param import ShardedParam
@@ -179,7 +179,7 @@ class Extensions:
         arguments: list[Any] = [self._mesh]
         if self._count_arguments(param, pre) == 5:
             shape = param.spec.cut.shape
-            arguments += [torch.Size(shape), _strides(shape), param.owners[0].module, self._mp_policy]
+            arguments += [torch.Size(shape), contiguous_strides(shape), param.owners[0].module, self._mp_policy]
         returned = pre(*arguments)
         tensors = returned[0] if isinstance(returned, (tuple, list)) and len(returned) == 2 else None
         if (
@@ -212,7 +212,7 @@ class Extensions:
                 raise _error(param, POST, f"returned {_brief(returned)}", "(a tensor, a tuple of tensors to free)")
             whole, kept = returned[0], tuple(returned[1])
         try:
-            return torch.as_strided(whole, shape, _strides(shape), 0), kept
+            return torch.as_strided(whole, shape, contiguous_strides(shape), 0), kept
         except Exception as error:
             what = (
                 f"returned {_brief(whole)}, which torch.as_strided cannot see as {shape}: "
@@ -290,11 +290,6 @@ def _shard_mesh(mesh: DataParallelMesh) -> DeviceMesh:
     if mesh.mesh.ndim == 1 or names is None or mesh.shard_axis is None:
         return mesh.mesh
     return mesh.mesh[names[mesh.shard_axis]]
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def _values(param: ShardedParam, local: Tensor, dtype: torch.dtype) -> Tensor:

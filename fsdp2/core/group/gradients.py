@@ -30,7 +30,6 @@ class _Planned:
     """
 
     plan: ReducePlan
-    group_plan: GroupPlan
     trainable: list[bool]
     has_frozen: bool
     compact: dict[tuple[bool, ...], ReducePlan] = field(default_factory=dict)
@@ -120,18 +119,18 @@ class Gradients:
         trainable = [param.sharded.requires_grad for param in group.params]
         if (
             before is not None
-            and before.group_plan is group
+            and before.plan.group is group
             and before.trainable == trainable
             and (not before.has_frozen or self.has_unreduced)
         ):
             return before.plan
         waits = before if self.has_unreduced else None
-        if waits is not None and (waits.group_plan is not group or self.options.comm is not None):
+        if waits is not None and (waits.plan.group is not group or self.options.comm is not None):
             self._refuse_change(waits, trainable)
         waiting = [] if waits is None else waits.plan.params
         params = [param for param in group.params if param.sharded.requires_grad or param in waiting]
         plan = ReducePlan(group, params, compact=False, number=self.number if self._compares_late() else None)
-        self._planned = _Planned(plan, group, trainable, has_frozen=len(params) > sum(trainable))
+        self._planned = _Planned(plan, trainable, has_frozen=len(params) > sum(trainable))
         if waits is not None:
             self._move(waits.plan, plan)
         return plan
@@ -164,7 +163,7 @@ class Gradients:
         where = self.fqn or "the root"
         toggled = []
         what = f"dtype or memory of the parameters of {where}"
-        if before.group_plan is group:
+        if before.plan.group is group:
             pairs = zip(group.params, trainable, before.trainable, strict=True)
             toggled = [f"{param.fqn} requires_grad={now}" for param, now, was in pairs if now is not was]
             what = f"requires_grad of parameters of {where}"

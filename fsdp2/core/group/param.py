@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import ParameterError
 from ...torch_names import torch_autograd, torch_dtensors, torch_tensors
 from ..plan.annotations import is_annotation
-from ..plan.layout import Slot, rows_of
+from ..plan.layout import Slot, contiguous_strides, rows_of
 from ..plan.placement import ShardSpec, in_dtype, is_lazy
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -317,7 +317,7 @@ def shard_view(flat: Tensor, slot: Slot, spec: ShardSpec, rank: int) -> Tensor:
     offset = covered.storage_offset() // flat.element_size()
     own = torch.empty(0, dtype=flat.dtype, device=flat.device)
     with torch.no_grad():
-        own.set_(covered.untyped_storage(), offset, shape, _contiguous_strides(shape))
+        own.set_(covered.untyped_storage(), offset, shape, contiguous_strides(shape))
         return spec.to_logical(own)
 
 
@@ -328,13 +328,4 @@ def storage_view(storage: torch.UntypedStorage, like: Tensor, offset: int, shape
     """
     view = torch.empty(0, dtype=like.dtype, device=like.device)
     with torch.no_grad():
-        return view.set_(storage, offset, shape, _contiguous_strides(shape))
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    stride = 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))
+        return view.set_(storage, offset, shape, contiguous_strides(shape))

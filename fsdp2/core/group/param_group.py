@@ -205,13 +205,6 @@ class ParamGroup:
         """Names and shapes of the parameters that have no values yet."""
         return [f"{param.fqn} {tuple(param.sharded.shape)}" for param in self.params if param.local_now().is_meta]
 
-    def _misplaced(self) -> list[str]:
-        """Names and devices of the parameters that are elsewhere by their own account; their values have been moved."""
-        kept_on = "cpu" if self.options.offload else self.device.type
-        return [
-            f"{param.fqn} on {param.sharded.device}" for param in self.params if param.sharded.device.type != kept_on
-        ]
-
     def _new_flat(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.options.folder is not None:
             try:
@@ -228,8 +221,11 @@ class ParamGroup:
     def _make_unsharded(self) -> Unsharded:
         self.refuse_parked()
         plan = self.plan
-        if misplaced := self._misplaced():
-            raise misplaced_error(misplaced, "cpu" if self.options.offload else str(self.device))
+        kept_on = torch.device("cpu") if plan.options.offload else self.device
+        # Those that are elsewhere by their own account; their values have been moved.
+        misplaced = [param for param in self.params if param.sharded.device.type != kept_on.type]
+        if misplaced:
+            raise misplaced_error([f"{each.fqn} on {each.sharded.device}" for each in misplaced], str(kept_on))
         if gradient_dtypes(self.params, plan.options, plan.dtype, plan.param_dtype) != plan.gradients:
             self.rebuild()  # ``grad_dtype`` was set on sharded parameters
         elif not plan.has_own_memory and any(has_extension(param.local) for param in self.params):
@@ -326,16 +322,15 @@ class ParamGroup:
             if self.plan.is_meta:
                 raise meta_error(self.on_meta(), str(self.device))
             unsharded = self.unsharded or self._make_unsharded()
-            mesh: DataParallelMesh | None = self.mesh
             if self.file is not None:
                 READ_AHEAD.begin(self.file, self.plan.options.read_ahead)
         elif self.state is GroupState.RESHARDED:
             assert self.unsharded is not None
-            unsharded, mesh = self.unsharded, self.smaller_mesh
+            unsharded = self.unsharded
         else:
             return
-        if collective_log.current is not None and mesh is not None:
-            self._log_gather(collective_log.current, mesh)
+        if collective_log.current is not None:
+            self._log_gather(collective_log.current)
         try:
             if self.state is GroupState.RESHARDED:
                 assert unsharded.smaller is not None
@@ -426,8 +421,9 @@ class ParamGroup:
             log.done(self, "all-gather", self.streams, self.streams.compute)
         return gathering, unsharded
 
-    def _log_gather(self, log: collective_log.CollectiveLog, mesh: DataParallelMesh) -> None:
-        if mesh.shard_group is not None and mesh.shard_size > 1:
+    def _log_gather(self, log: collective_log.CollectiveLog) -> None:
+        mesh = self.smaller_mesh if self.state is GroupState.RESHARDED else self.mesh
+        if mesh is not None and mesh.shard_group is not None and mesh.shard_size > 1:
             numel, dtype = self.plan.layout.unsharded_numel, self.plan.param_dtype
             log.issued(self, "all-gather", self.fqn or "the root", numel, dtype, mesh.shard_group)
 
@@ -500,24 +496,21 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Show the sharded parameters and free the unsharded storage; it waits for a pending unshard first."""
-        if self.state is GroupState.SHARDED:
+        before, unsharded = self.state, self.unsharded
+        if before is GroupState.SHARDED:
             return
-        unsharded = self.unsharded
-        assert unsharded is not None
-        if self.state is GroupState.UNSHARDED:
-            self.registry.show_sharded()
-            self.state = GroupState.SHARDED
-            unsharded.free()
-        elif self.state is GroupState.HIDDEN:
-            self.state = GroupState.SHARDED
-            unsharded.free()
-        elif self.state is GroupState.UNSHARDING:
+        if before is GroupState.UNSHARDING:
             self.release()
-        elif self.state is GroupState.RESHARDED:
-            assert unsharded.smaller is not None
+            return
+        assert unsharded is not None
+        if before is not GroupState.HIDDEN:
             self.registry.show_sharded()
+        self.state = GroupState.SHARDED
+        if before is GroupState.RESHARDED:
+            assert unsharded.smaller is not None
             unsharded.smaller.drop()
-            self.state = GroupState.SHARDED
+        else:
+            unsharded.free()
 
     @torch.inference_mode(False)
     @torch.no_grad()

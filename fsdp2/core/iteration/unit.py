@@ -141,7 +141,6 @@ class Unit:
         self.groups += groups
         self.uses = [*self.groups, *borrowed]
         self.max_norm_weights = shrinking_weights(self.groups)
-        self._launches_together = len(self.uses) > 1
         for group in self.groups:
             group.gradients.set_micro_batch(self.micro_batch)
         for group in borrowed:
@@ -178,7 +177,7 @@ class Unit:
 
     def issue(self, copy: bool = False) -> None:
         """Start unsharding, in one launch for each process group. Collective: yes, over the shard axis."""
-        together: list[Gathering] | None = [] if self._launches_together else None
+        together: list[Gathering] | None = [] if len(self.uses) > 1 else None
         profiled: Any = None
         if torch_autograd.profiler_is_on():
             profiled = record_function(f"FSDP::all_gather ({self.fqn or 'root'})")

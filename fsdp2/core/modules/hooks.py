@@ -158,15 +158,19 @@ class UnitHooks:
 
     # --- under a compiler that captures forward, backward and all collectives ---
 
-    def let_compiler_trace(self, traces: bool = True) -> None:
-        """Use hooks that a compiler can trace in the places of ours: they only cast. traces: False: use ours again"""
-        ours = self.pre_forward, self.post_forward
-        hooks = (self._traced_pre_forward, self._traced_post_forward) if traces else ours
+    def let_compiler_trace(self) -> None:
+        """Until ``run_eagerly``, use hooks that a compiler can trace in the places of ours: they only cast."""
+        self._use(self._traced_pre_forward, self._traced_post_forward)
+
+    def run_eagerly(self) -> None:
+        self._use(self.pre_forward, self.post_forward)
+
+    def _use(self, *hooks: Callable[..., Any]) -> None:
         for handle, hook in zip(self._handles, hooks * len(self._unit.modules), strict=False):  # forward's come first
             handle.hooks_dict_ref()[handle.id] = hook
 
     def give_place(self, hooks: Any, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` run in our place in ``hooks``, a module's dict of forward hooks, until ours are used again."""
+        """Let ``hook`` run in our place in ``hooks``, a module's dict of forward hooks, until ``run_eagerly``."""
         hooks[next(ours.id for ours in self._handles if ours.hooks_dict_ref() is hooks)] = hook
 
     def _traced_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

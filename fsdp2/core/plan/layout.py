@@ -38,6 +38,11 @@ def rows_of(num_rows: int, rank: int, num_shards: int) -> Rows:
     return Rows(start, min(start + per_rank, num_rows))
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """``contiguous_strides((5, 4)) == (4, 1)``."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 

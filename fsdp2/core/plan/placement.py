@@ -22,7 +22,7 @@ from ...errors import ParameterError
 from ...torch_names import torch_dtensors
 from ...torch_names.torch_dtensors import DTensorSpec, TensorMeta
 from .annotations import Annotations, has_types, read_annotations, was_annotated
-from .layout import Cut
+from .layout import Cut, contiguous_strides
 from .mesh import DataParallelMesh, SpmdAxes
 from .model_axes import beside_model_axes, within_spmd_mesh, without_axes
 
@@ -154,7 +154,7 @@ def shard_spec(name: str, param: nn.Parameter, mesh: DataParallelMesh, placement
     order = memory_order(local)
     shape, strides = param.shape, param.stride()
     if order is None and not local.is_contiguous():  # overlapping or sliced: the shard becomes contiguous
-        strides = torch.empty(shape, device="meta").stride()
+        strides = contiguous_strides(shape)
     meta = TensorMeta(shape, strides, param.dtype)
     cut_dim = None
     if ndim > 0:
@@ -186,9 +186,9 @@ def _of_annotated(
     for axis, placement in enumerate(annotations.placements):
         if isinstance(placement, Shard):
             shape[placement.dim] *= full.size(axis)
-    strides = torch.empty(shape, device="meta").stride()
+    strides = contiguous_strides(shape)
     if order is not None:
-        in_memory = torch.empty([shape[dim] for dim in order], device="meta").stride()
+        in_memory = contiguous_strides([shape[dim] for dim in order])
         strides = tuple(in_memory[order.index(dim)] for dim in range(param.ndim))
     unsharded = DTensorSpec(
         full, annotations.placements, tensor_meta=TensorMeta(torch.Size(shape), strides, param.dtype)

@@ -7,6 +7,7 @@ the unsharded model's values, ranks agree on the rows that any rank shrank, and 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,13 @@ from .param import ShardedParam
 from .param_group import ParamGroup
 
 
+@dataclass(frozen=True)
 class ShrunkRows:
     """The weight of one embedding with ``max_norm``, cut on its rows."""
 
-    def __init__(self, group: ParamGroup, param: ShardedParam, module: nn.Embedding | nn.EmbeddingBag) -> None:
-        self._group = group
-        self._param = param
-        self._module = module
+    _group: ParamGroup
+    _param: ShardedParam
+    _module: nn.Embedding | nn.EmbeddingBag
 
     @torch.no_grad()
     def write_back(self) -> None:

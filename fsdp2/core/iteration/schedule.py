@@ -286,7 +286,14 @@ class Schedule:
             self.agreement.check()
         at_end = functools.partial(self.end_of_backward)
         if not torch_autograd.queue_end_of_backward(at_end):
-            raise _compiled_autograd_error()
+            # That engine writes gradients of parameters after the end of backward, where nothing would reduce them.
+            raise CompileError(
+                "backward runs under compiled autograd",
+                expected="torch.compile on modules, whose backward is compiled with them; "
+                "the rest of backward by the usual engine",
+                fix="leave torch._dynamo.config.compiled_autograd off; fsdp2.compile(model) has all of backward in one "
+                "graph",
+            )
         for group in tree.step.unsharded:
             group.take_over_toggles()
         logs = self.alive_logs()
@@ -447,13 +454,3 @@ class Schedule:
         tree.records.clear()  # ranks may have failed in different places, or because they ran different units
         self.forward = self.backward = None
         self._logs.clear()
-
-
-def _compiled_autograd_error() -> CompileError:
-    """That engine writes gradients of parameters after the end of backward: fsdp2 would silently not reduce them."""
-    return CompileError(
-        "backward runs under compiled autograd",
-        expected="torch.compile on modules, whose backward is compiled with them; "
-        "the rest of backward by the usual engine",
-        fix="leave torch._dynamo.config.compiled_autograd off; fsdp2.compile(model) has all of backward in one graph",
-    )

@@ -248,7 +248,8 @@ class UnitHooks:
         unit = self._unit
         if unit.summoned:
             return output
-        if output is None and torch_autograd.a_module_has_failed():
+        others_follow = unit.calls.to_run  # modules of a list that have not run yet
+        if output is None and not others_follow and torch_autograd.a_module_has_failed():
             self.end_failed_forward()
             return None
         part = unit.calls.running.pop()
@@ -259,11 +260,12 @@ class UnitHooks:
         elif type(output) is not Tensor or output._base is not None:
             output = map_tensors(outlive_parameters, output)
         assert unit.schedule is not None
+        end = unit.schedule.end_part if others_follow else unit.schedule.end_forward
         if torch_autograd.functorch_is_active():
             with torch_autograd.functorch_disabled():
-                unit.schedule.end_forward(unit)
+                end(unit)
         else:
-            unit.schedule.end_forward(unit)
+            end(unit)
         return output if self._output_dtype is None else map_tensors(self._cast_output, output)
 
     def end_failed_forward(self) -> None:
@@ -309,15 +311,7 @@ class UnitHooks:
         calls.to_run.discard(module)
         if not calls.to_run:
             calls.shared = None
-            return self._post_forward(module, args, output)
-        part = calls.running.pop()
-        if part is not None:
-            output = self._watch_outputs(part, output)
-            if self._stored[module.training].get(id(module), _NOT_LOOKED_FOR) is not None:
-                self._watch_stored(part, module)
-        assert unit.schedule is not None
-        unit.schedule.end_part(unit)
-        return output if self._output_dtype is None else map_tensors(self._cast_output, output)
+        return self._post_forward(module, args, output)
 
     def to_device(self, schedule: Schedule, tensor: Tensor) -> Tensor:
         """Move an input of the root to its parameters' device; ``schedule`` waits until the user may refill it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,9 +153,10 @@ def _new_groups(
     borrowed = _borrow(read.tied, read.place, options)
     cut = _cut_own_memory(owners, specs, {param: own.shard_rank for param, (own, _) in placed.items()})
     groups = []
-    for params in _partition(
-        owners, key=lambda param: (*dtypes[param], needs_own_memory(param), *placed[param][0].groups)
-    ):
+    parts: dict[Any, list[nn.Parameter]] = {}
+    for param in owners:
+        parts.setdefault((*dtypes[param], needs_own_memory(param), *placed[param][0].groups), []).append(param)
+    for params in parts.values():
         own_mesh = placed[params[0]][0]
         own_options = replace(options, param_dtype=dtypes[params[0]][1])
         group = _new_group(params, owners, specs, cut, own_mesh, device, own_options)
@@ -214,7 +215,7 @@ def read_modules(
     _refuse_sharded(ignored_params.difference(sharded))
     owners = _owners(modules, managed, ignored_params | sharded)
     _refuse_scripted(owners)
-    tied = _split_off_tied(owners)
+    tied = [(other, *owners.pop(each)) for each in list(owners) if (other := sharded_from(each)) is not None]
     _refuse_taken(owners)
     buffers = _buffers(modules, managed)
     place = Placer(shard_placement_fn, mesh)
@@ -382,16 +383,6 @@ def _refuse_sharded(ignored: set[nn.Parameter]) -> None:
 _Tied = list[tuple[ShardedParam, list[str], list[Owner]]]
 
 
-def _split_off_tied(owned: _Owned) -> _Tied:
-    """Take out of ``owned`` the parameters that are tied to one that an earlier call sharded."""
-    tied: _Tied = []
-    for param in list(owned):
-        sharded = sharded_from(param)
-        if sharded is not None:
-            tied.append((sharded, *owned.pop(param)))
-    return tied
-
-
 def _refuse_taken(owned: _Owned) -> None:
     """Raise if a module was put around, or tied to, what an earlier call sharded."""
     if not any(isinstance(param, DTensor) for param in owned):
@@ -486,13 +477,6 @@ def _cut_own_memory(
             for param, (names, _) in owned.items()
             if needs_own_memory(param)
         }
-
-
-def _partition(params: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Any]) -> Iterable[list[nn.Parameter]]:
-    parts: dict[Any, list[nn.Parameter]] = {}
-    for param in params:
-        parts.setdefault(key(param), []).append(param)
-    return parts.values()
 
 
 def _new_group(

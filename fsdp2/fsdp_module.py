@@ -121,7 +121,7 @@ class FSDPModule(_Module):
         schedule.await_optimizer(on_compute=async_op)  # where an asynchronous unshard copies the shards
         unit.issue(copy=async_op)
         tree.leave_unsharded(unit, for_user=True)
-        tree.step.left_by_forward.discard(unit)
+        tree.iteration.left_by_forward.discard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle

@@ -72,22 +72,22 @@ class Backward:
             tree.issue_for_backward(unit)
             if self._host_waits:
                 unit.wait()
-        step = tree.step
+        iteration = tree.iteration
         if options.prefetch_backward and (unit.uses or unit is tree.root):  # see ``Forward.end``
             for other in options.prefetch_backward:
                 self._prefetch(other)
-        elif positions := step.positions.get(unit):
+        elif positions := iteration.positions.get(unit):
             index = positions.pop()
             depth = options.backward_depth
             if index > 0 and depth.units > 0 and options.backward_prefetch is not None:
-                before = step.order[index - 1]
+                before = iteration.order[index - 1]
                 if options.backward_prefetch != "pre":
                     self._prefetch_behind[unit] = before
                 elif depth.units == 1:  # by far the most common
                     self._prefetch(before)
                 else:
-                    for other in ahead(step.order[max(index - depth.units, 0) : index][::-1], depth):
-                        if step.positions.get(other):  # its backward is still to come
+                    for other in ahead(iteration.order[max(index - depth.units, 0) : index][::-1], depth):
+                        if iteration.positions.get(other):  # its backward is still to come
                             self._prefetch(other)
         if not self._host_waits and options.unshard_in_backward:
             unit.wait()
@@ -185,7 +185,7 @@ class Backward:
         """
         tree = self._tree
         self.end_recomputations()
-        tree.step = tree.step.after_backward(is_last)
+        tree.iteration = tree.iteration.after_backward(is_last)
         for unit in reversed(tree.units):
             pends = False
             for group in unit.groups:

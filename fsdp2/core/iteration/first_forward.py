@@ -51,7 +51,7 @@ def adopt(root: ModuleState) -> Schedule:
         if unit.schedule is not None:
             schedule.is_last_backward &= unit.schedule.is_last_backward
             schedule.post_optim_event = schedule.post_optim_event or unit.schedule.post_optim_event
-            schedule.tree.step.unsharded |= unit.schedule.tree.step.unsharded
+            schedule.tree.iteration.unsharded |= unit.schedule.tree.iteration.unsharded
             if unit.schedule.agreement is not None:
                 unit.schedule.agreement.retire()
         unit.schedule = schedule

@@ -19,7 +19,7 @@ from .unit_tree import UnitTree, release
 
 
 class Forward:
-    """One forward under way. When it has ended, only the record of its order and the ``Step`` stay.
+    """One forward under way. When it has ended, only the record of its order and the ``Iteration`` stay.
 
     root: the unit whose forward began it
     log:  its log, if there is one
@@ -36,7 +36,7 @@ class Forward:
         self._recorded = tree.records.get(root, [])
         self._recording: list[Unit] = []
         self.precedes_backward = torch.is_grad_enabled()
-        self._num_before = len(tree.step.order)
+        self._num_before = len(tree.iteration.order)
         self._prefetched: list[Unit] = []
         self._partial: list[Unit] = []  # lists of modules that have run in part
 
@@ -84,9 +84,9 @@ class Forward:
         tree.reshard_after_forward(unit, stays)
         # Ranks do not compare whether backward comes to a unit without parameters, so it may not start others' gathers.
         if self.precedes_backward and (unit.uses or unit is tree.root):
-            step = tree.step
-            step.positions[unit].append(len(step.order))
-            step.order.append(unit)
+            iteration = tree.iteration
+            iteration.positions[unit].append(len(iteration.order))
+            iteration.order.append(unit)
         if log is not None:
             log.resume()
 
@@ -114,13 +114,13 @@ class Forward:
                     self.end(unit)
         tree = self._tree
         if failed:  # no backward follows, and the next forward prefetches by the order of the last complete one
-            tree.step.cut(self._num_before)
+            tree.iteration.cut(self._num_before)
         else:
             tree.records[self.root] = self._recording
         release(self._prefetched)
         tree.await_host_reads()  # a backward may never come, and the user may write offloaded shards now
-        if not tree.step.order:
-            for unit in tree.step.left_by_forward:  # no backward can follow, and the user may write parameters
+        if not tree.iteration.order:
+            for unit in tree.iteration.left_by_forward:  # no backward can follow, and the user may write parameters
                 unit.hide()
         elif self.precedes_backward and not failed:
             tree.note_forward_end()

@@ -33,7 +33,7 @@ from .forward_log import ForwardLog
 from .optional_units import OptionalForward, OptionalUnits
 from .reductions import finish_all
 from .unit import Unit
-from .unit_tree import Step, UnitTree
+from .unit_tree import Iteration, UnitTree
 
 _last_task = -2
 """The graph task in which a root's last backward ended. A backward of another root may contain it, and end after it."""
@@ -94,7 +94,9 @@ class Schedule:
     def is_open(self) -> bool:
         """Whether a forward in grad mode has run whose iteration has not ended."""
         tree = self.tree
-        return self.forward is not None or self.backward is not None or bool(tree.reductions) or bool(tree.step.order)
+        return (
+            self.forward is not None or self.backward is not None or bool(tree.reductions) or bool(tree.iteration.order)
+        )
 
     # --- forward ---
 
@@ -122,7 +124,7 @@ class Schedule:
         if self.backward is not None:  # no backward calls this forward, so that one raised
             self._end_failed_backward()
         tree.reshard_what_is_out_of_date()
-        tree.step.left_by_forward.clear()
+        tree.iteration.left_by_forward.clear()
         log = None
         if self._logs_forwards and torch.is_grad_enabled():
             log = ForwardLog()
@@ -228,7 +230,7 @@ class Schedule:
         """
         if not self.goes_on or self.forward is not None or torch_autograd.current_graph_task() != -1:
             return
-        positions = self.tree.step.positions
+        positions = self.tree.iteration.positions
         ran = [unit for unit in self.tree.units if positions.get(unit)]
         waiting = [unit for unit in ran if not unit.micro_batch.reshards and not unit.micro_batch.reduces]
         for unit in waiting:
@@ -244,7 +246,7 @@ class Schedule:
         """
         if self.forward is not None or torch_autograd.current_graph_task() != -1 or self.goes_on:
             return  # the user gets the parameters that the module computes with
-        left_by_forward = self.tree.step.left_by_forward
+        left_by_forward = self.tree.iteration.left_by_forward
         for unit in left_by_forward:
             if unit.has_gradients():
                 unit.hide()
@@ -294,7 +296,7 @@ class Schedule:
                 fix="leave torch._dynamo.config.compiled_autograd off; fsdp2.compile(model) has all of backward in one "
                 "graph",
             )
-        for group in tree.step.unsharded:
+        for group in tree.iteration.unsharded:
             group.take_over_toggles()
         logs = self.alive_logs()
         if logs or self._logs_forwards:
@@ -354,7 +356,7 @@ class Schedule:
             unit.drop()
             unit.calls.to_rerun.clear()
             unit.calls.awaiting.clear()  # a traceback may keep their graph alive, on some ranks only
-        self.tree.step = Step()
+        self.tree.iteration = Iteration()
         self.backward.end_recomputations()
         self.backward = None
 
@@ -450,7 +452,7 @@ class Schedule:
                     group.gradients.zero(set_to_none=True)
                 group.await_host_read()
             unit.calls = UnitCalls()
-        tree.step = Step()
+        tree.iteration = Iteration()
         tree.records.clear()  # ranks may have failed in different places, or because they ran different units
         self.forward = self.backward = None
         self._logs.clear()

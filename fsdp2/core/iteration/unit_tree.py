@@ -41,8 +41,8 @@ class Kept(NamedTuple):
     for_user: bool
 
 
-class Step:
-    """What forwards leave to the backward and the forward that follow. A new ``Step`` replaces one that is used up.
+class Iteration:
+    """What forwards leave to the backward and the forward that follow. A new one replaces one that is used up.
 
     order:     units in the order of the ends of forward calls since the last backward, for backward prefetch
     positions: the places of each unit in ``order``, the last one last
@@ -64,9 +64,9 @@ class Step:
             self.positions[unit] = [position for position in self.positions[unit] if position < num_calls]
         del self.order[num_calls:]
 
-    def after_backward(self, is_last: bool) -> Step:
-        """The step that follows a backward; the last backward uses up the order."""
-        new = Step()
+    def after_backward(self, is_last: bool) -> Iteration:
+        """What follows a backward; the last backward uses up the order."""
+        new = Iteration()
         if not is_last:
             new.order, new.positions = self.order, self.positions
         return new
@@ -79,7 +79,7 @@ class UnitTree:
     lists:         the units of several modules
     holds_pending: the user ends iterations with ``finalize``, and what a backward has left pending waits for that
     records:       for each unit whose forward began an iteration, the order of units in the last one
-    step:          the one under way
+    iteration:     the one under way
     followers:     functions that get each ``Backward`` that begins
     """
 
@@ -91,21 +91,21 @@ class UnitTree:
         self.holds_pending = False
         self.reductions = Reductions(self.streams)
         self.records: dict[Unit, list[Unit]] = {}
-        self.step = Step()
+        self.iteration = Iteration()
         self.followers: list[Callable[[Any], None]] = []
         self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]
 
     def leave_unsharded(self, unit: Unit, for_user: bool = False) -> None:
         """Leave ``unit`` unsharded until the next forward, unless its shards are written before. for_user: who asked"""
         for group in unit.uses:
-            self.step.unsharded[group] = Kept(group.shards_version(), group.unsharded_version(), for_user)
+            self.iteration.unsharded[group] = Kept(group.shards_version(), group.unsharded_version(), for_user)
 
     def reshard_what_is_out_of_date(self, groups: Iterable[ParamGroup] | None = None) -> None:
         """Reshard those of ``groups`` (None: all) that stayed unsharded and whose shards have been written since.
 
         Raises: OrderError naming the parameters that were written where no version counter of a shard shows it
         """
-        unsharded = self.step.unsharded
+        unsharded = self.iteration.unsharded
         lost: dict[ParamGroup, list[str]] = {}
         for group in list(unsharded) if groups is None else groups:  # a forward that begins may run only some of them
             kept = unsharded.get(group)
@@ -136,7 +136,7 @@ class UnitTree:
         """
         names = []
         for group in groups:
-            kept = self.step.unsharded.get(group)
+            kept = self.iteration.unsharded.get(group)
             if kept is None or kept.for_user or group.state is GroupState.SHARDED:
                 continue
             if group.unsharded_version() != kept.unsharded:
@@ -151,7 +151,7 @@ class UnitTree:
         """
         return [
             param
-            for group, kept in self.step.unsharded.items()
+            for group, kept in self.iteration.unsharded.items()
             if not group.is_out_of_date(kept.shards) and group.unsharded_version() == kept.unsharded
             for param in group.written_unseen()
         ]
@@ -171,30 +171,30 @@ class UnitTree:
             unit.reshard()
             return
         self.leave_unsharded(unit)  # before the shards over a smaller mesh are made, for which there may be no memory
-        self.step.left_by_forward.add(unit)
+        self.iteration.left_by_forward.add(unit)
         if after is not True and after is not False:
             unit.reshard(to_smaller=True)
 
     def note_forward_end(self) -> None:
         """A forward whose backward may come has ended."""
         self.reductions.note_compute()
-        for unit in reversed(self.step.order):
+        for unit in reversed(self.iteration.order):
             if any(group.state is GroupState.SHARDED for group in unit.uses):
                 if not self.streams.is_capturing():  # the graph of a backward cannot wait for an event of another graph
                     versions = [group.shards_version() for group in unit.uses]
-                    self.step.forward_end = ForwardEnd(unit, self.streams.mark(self.streams.compute), versions)
+                    self.iteration.forward_end = ForwardEnd(unit, self.streams.mark(self.streams.compute), versions)
                 return
 
     def issue_for_backward(self, unit: Unit) -> None:
-        """As ``unit.issue()``; the first unit that a backward gathers, after ``step.forward_end``, alongside the loss.
+        """As ``unit.issue()``; the first unit that a backward gathers, after its forward's end, alongside the loss.
 
         See Note: alongside the loss. Collective: yes, over the shard axis.
         """
-        end, streams = self.step.forward_end, self.streams
+        end, streams = self.iteration.forward_end, self.streams
         if end is None or all(group.state is not GroupState.SHARDED for group in unit.uses):  # it stayed, or is empty
             unit.issue()
             return
-        self.step.forward_end = None
+        self.iteration.forward_end = None
         if end.unit is not unit or streams.is_capturing() or not unit.can_be_gathered_anew(end.versions):
             unit.issue()
             return

@@ -22,7 +22,6 @@ Worked example, units 0 (the root), 1 and 2 of one group each, sharded; rank 0 d
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -32,7 +31,7 @@ import torch.distributed as dist
 from ...errors import OrderError
 from ...torch_names import torch_autograd
 from ..comm import backends
-from ..comm.agreement import agree, agree_over, has_untold, largest_over
+from ..comm.agreement import agree, agree_over, all_say, has_untold
 from ..group.param import ShardedParam
 from ..group.param_group import GroupState, ParamGroup
 from .call import Call
@@ -271,11 +270,7 @@ class Agreement:
             at_end=[(part.root.number, *end) for part in parts for end in part.ends],
             recomputed=[part.recomputed for part in parts if part.recomputed],
         )
-        checksum = zlib.crc32(repr(mine.with_ends()).encode())
-        # As a rank with a problem says both, they are equal on no rank.
-        values = (1 << 32, 1 << 32) if has_untold() else (checksum, -checksum)
-        largest, negative_of_least = largest_over(self._axes, *values, what="comparison of ranks before backward")
-        if largest == -negative_of_least:
+        if all_say(mine.with_ends(), self._axes, "comparison of ranks before backward"):
             return
         agree_over(self._axes, None)  # raises what ranks were to tell
         said = [(dist.get_rank(), mine)]

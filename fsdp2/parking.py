@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .arguments import checked_path
-from .core.group.extensions import needs_own_memory
+from .core.group.own_memory import needs_own_memory
 from .core.group.param_group import ParamGroup
 from .core.iteration.module_state import named_units
 from .errors import ArgumentError, ModuleError, OrderError, got, got_object

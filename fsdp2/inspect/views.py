@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.group.extensions import leaves_of
+from ..core.group.own_memory import leaves_of
 from ..core.group.param import Owner
 from ..torch_names import torch_dtensors
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.group.extensions import needs_own_memory
+from ..core.group.own_memory import needs_own_memory
 from ..core.group.param import ShardedParam, own_shard
 from ..core.group.shown_parameters import set_parameter
 from ..core.plan.model_axes import own_piece

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import DiskOffloadPolicy, fully_shard, mapped_file
-from fsdp2.core.group.extensions import leaves_of
+from fsdp2.core.group.own_memory import leaves_of
 from fsdp2.optim import offloaded
 from fsdp2.testing import pretend
 from harness import cpu_mesh, on_ranks

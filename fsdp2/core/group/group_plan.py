@@ -21,8 +21,8 @@ from ..comm import backends
 from ..comm.streams import Streams
 from ..plan.layout import Cut, GroupLayout, gather_plan, group_layout
 from ..plan.mesh import DataParallelMesh
-from .extensions import needs_own_memory
 from .options import GroupOptions
+from .own_memory import needs_own_memory
 from .param import ShardedParam
 
 ALIGN_NBYTES = (128, 64, 32, 16)

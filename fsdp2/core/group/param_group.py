@@ -35,10 +35,10 @@ from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
 from .all_gather import Gather, Gathering
-from .extensions import has_extension, leaves_of
 from .gradients import Gradients
 from .group_plan import GroupPlan, gradient_dtypes, plan_group
 from .options import GroupOptions
+from .own_memory import has_extension, leaves_of
 from .param import ShardedParam, has_values_of_shard
 from .shown_parameters import ModuleRegistry, show
 from .unsharded import Unsharded

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ParameterError
-from .extensions import has_extension
+from .own_memory import has_extension
 from .param import Owner, ShardedParam, carry_grad_dtype, shards
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...torch_names import torch_dtensors, torch_tensors
-from ..group.extensions import leaves_of
+from ..group.own_memory import leaves_of
 from ..group.param import ShardedParam, carry_grad_dtype, own_shard
 from ..group.param_group import ParamGroup
 from ..iteration.call import next_moment

@@ -20,8 +20,8 @@ from ...mapped_file import check_disk_policy
 from ...policy import DiskOffloadPolicy
 from ...torch_names import torch_dtensors, torch_modules, torch_tensors
 from ..comm.agreement import agree_on_meshes
-from ..group.extensions import cut_out, needs_own_memory, refuse_unextendable
 from ..group.options import GroupOptions
+from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from, shards
 from ..group.param_group import ParamGroup
 from ..iteration.module_state import ModuleState, group_with

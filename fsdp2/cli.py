@@ -41,7 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
     2  nothing was tried: wrong arguments, a file that is not there, an extra that is not installed
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser_for(arguments[:1]).parse_args(arguments)
+    parser = parser_for(arguments[:1])
+    options = parser.parse_args(arguments)
+    dashes = arguments.index("--") if "--" in arguments else 0
+    if getattr(options, "script", None) in arguments[1:dashes]:  # options of the command may stand between the script and the dashes
+        own = parser.parse_args(arguments[:dashes]).arguments
+        script = dashes - len(own) - 1
+        options = parser.parse_args([arguments[0], *own, *arguments[1 : script + 1], *arguments[dashes:]])
     try:
         with contextlib.ExitStack() as undo:
             if getattr(options, "quiet", False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.metadata
 import io
 import json
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
+from fsdp2 import run as run_module
 from fsdp2.cli import COMMANDS, NEVER_QUIET, main, parser_for
 from harness import cpu_mesh, on_ranks
 
@@ -129,6 +131,26 @@ def test_options_of_one_name_are_one_option_in_all_commands() -> None:
     assert len(found) == 4
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks", "own"),
+    [
+        ("--ranks 3 train.py a", 3, "a"),
+        ("--ranks 3 train.py -- a -- b", 3, "a -- b"),
+        ("train.py --ranks 3 -- a --ranks 5", 3, "a --ranks 5"),
+        ("--steps 2 train.py --ranks 3 --", 3, ""),
+        ("train.py --ranks 3 a", 4, "--ranks 3 a"),
+    ],
+)
+def test_options_stand_before_the_script_or_between_it_and_the_dashes(words: str, ranks: int, own: str, monkeypatch: Any) -> None:
+    seen: list[argparse.Namespace] = []
+    module = importlib.import_module(COMMANDS["prove"][0])
+    monkeypatch.setattr(module, "run", lambda options: seen.append(options) or 0)
+    assert status_of(["prove", *words.split()]) == 0
+    assert (seen[0].script, seen[0].ranks) == ("train.py", ranks)
+    monkeypatch.setattr(run_module, "_is_there", lambda *_: True)
+    assert run_module.checked_script("prove", seen[0]) == own.split()
+
+
 def test_diff_tells_runs_that_differ_from_folders_that_are_not_there(tmp_path: Path, capsys: Any) -> None:
     said = {"checksum": 1, "squares": 4.0, "sketch": [1.0] * 4, "replica": 0, "eps": 1e-7}
     for name, checksum in (("a", 1), ("same", 1), ("other", 2)):
@@ -168,6 +190,7 @@ def explained(*words: str) -> list[str]:
 
 
 @on_ranks(2)
+@pytest.mark.filterwarnings("ignore:.*has no no_sync")
 def test_explain_finds_raw_texts_of_torch_as_they_are_pasted() -> None:
     """These reach the user as they are: torch raises them before it calls anything of fsdp2."""
     model = fsdp2.fully_shard(nn.Linear(2, 2), mesh=cpu_mesh())

@@ -1,6 +1,6 @@
 """``fsdp2 prove train.py -- args``: run a script on its implementation and on the reference, and say whether they train the same.
 
-    fsdp2 prove --ranks 8 --steps 4 train.py -- --config tiny.toml
+    fsdp2 prove train.py --ranks 8 --steps 4 -- --config tiny.toml
     fsdp2 prove --json -m recipes.train
     fsdp2 prove --orders 16 train.py        # and in 16 orders of streams, on the pretend accelerator
 

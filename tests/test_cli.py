@@ -194,7 +194,7 @@ def explained(*words: str) -> list[str]:
 def test_explain_finds_raw_texts_of_torch_as_they_are_pasted() -> None:
     """These reach the user as they are: torch raises them before it calls anything of fsdp2."""
     model = fsdp2.fully_shard(nn.Linear(2, 2), mesh=cpu_mesh())
-    impatient = dist.new_group(backend="gloo", timeout=timedelta(milliseconds=300))
+    impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     raised: dict[str, Callable[[], object]] = {
         "no_sync": lambda: model.no_sync(),
         "got mixed torch.Tensor and DTensor": lambda: nn.Linear(2, 2).load_state_dict(model.state_dict()),

@@ -105,7 +105,7 @@ def run_schedule(seed: int) -> None:
         torch.testing.assert_close(other.full_tensor().cpu(), one, msg=lambda text, name=name: f"{case}, {name}: {text}", **tolerance)
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=900.0)  # of the many, on a busy machine
 @pytest.mark.parametrize(
     "seeds",
     [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow), pytest.param(range(40, 340), marks=pytest.mark.full)],

@@ -131,8 +131,8 @@ FILES: dict[str, set[str]] = {
 """The tests of each file; none named: all."""
 AMONG_TWO = {"meshes/test_hybrid_sharding.py", "agreed/test_optional_units.py", "agreed/test_uneven.py"}
 """Files of tests on four ranks, each of whose collectives that add is between two, or that compare with an oracle alone."""
-IN_FULL = {"strategies/test_bytes.py", "strategies/test_training.py"}
-"""Files whose variants only ``make test-full`` runs: other files train the same through other calls."""
+IN_FULL = {"strategies/test_bytes.py", "strategies/test_training.py", "agreed/test_optional_units.py", "agreed/test_uneven.py"}
+"""Files whose variants only ``make test-full`` runs: other files train the same through other calls, or they take minutes."""
 QUICK = {"test_gradients_reduced_at_every_micro_batch_add_up", "test_negative_dims_of_shard_placement_fn_count_from_the_end"}
 LEFT_OUT = {
     "test_channels_last_parameters_keep_their_memory_format": "the accelerator has no convolutions",

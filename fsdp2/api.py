@@ -20,8 +20,8 @@ from .core.iteration.finalization import CommContext
 from .core.iteration.module_state import named_units, schedule_of, sharded_unit, unit_of
 from .core.modules.sharded_class import sharded_class, swap_class
 from .core.plan.mesh import read_mesh
-from .core.setup.build import build_unit, extend_unit
-from .errors import ModuleError, OrderError, parked_error
+from .core.setup.build import build_unit, extend_unit, read_modules
+from .errors import MeshError, ModuleError, OrderError, parked_error
 from .fsdp_module import FSDPModule
 from .hangs.asked import watch_if_asked
 from .policy import (
@@ -153,7 +153,8 @@ def adopt(
     shard_placement_fn, ignored_params: as for ``fully_shard``
     Returns:            the names of the parameters, from ``module``; none if nothing was new
     Collective:         no, except for an int ``reshard_after_forward`` or a DiskOffloadPolicy; call it on all ranks
-    Raises:             ModuleError if nothing in ``module`` is sharded; OrderError while a backward is to come
+    Raises:             ModuleError if nothing in ``module`` is sharded; OrderError while a backward is to come; MeshError if a sharded
+                        module had no parameters of its own, and those of the others lie on several meshes: pass ``mesh``
 
     Example:
         model[0].adapter = nn.Linear(16, 16)
@@ -169,6 +170,7 @@ def adopt(
             fix="call fully_shard, which takes all parameters that are there",
         )
     check_policies(MixedPrecisionPolicy(), None, ignored_params)
+    meshes = {group.mesh.groups for _, unit in units for group in unit.groups}
     parked = [param.fqn for _, unit in units for group in unit.groups if group.is_parked for param in group.params]
     if parked:
         raise parked_error(parked)
@@ -178,18 +180,22 @@ def adopt(
             expected="a model between its iterations",
             fix="run its backward first; or forward under torch.no_grad(); or call model.reset_iter_state()",
         )
-    adopted = []
-    for prefix, unit in units:
+    on, ignored = None if mesh is None else read_mesh(mesh), ignored_params or set()
+    late = []
+    for name, unit in units:
         unit.reshard_for_all()
-        names = extend_unit(
-            unit,
-            unit.groups[0] if unit.groups else example,
-            mesh=None if mesh is None else read_mesh(mesh),
-            shard_placement_fn=shard_placement_fn,
-            ignored_params=ignored_params or set(),
-        )
-        adopted += [f"{prefix}.{name}" if prefix else name for name in names]
-    return adopted
+        of_unit = unit.groups[0] if unit.groups else example
+        read = read_modules(unit.modules, on or of_unit.mesh, shard_placement_fn, ignored, unit)
+        if read.owners and not unit.groups and on is None and len(meshes) > 1:
+            raise MeshError(
+                f"adopt found {len(read.owners)} new parameters in {name or type(module).__name__}, which had none of its own",
+                items=[names[0] for names, _ in read.owners.values()],
+                expected="a mesh, since the model's parameters lie on several",
+                fix="pass mesh=",
+            )
+        late.append((unit, read, of_unit))
+    adopted = {id(param) for unit, read, of_unit in late for param in extend_unit(unit, read, of_unit)}
+    return [name for name, param in module.named_parameters() if id(param) in adopted]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2.errors import ModuleError, OrderError, ParkedError
+from fsdp2.errors import MeshError, ModuleError, OrderError, ParkedError
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.training import adamw, assert_equal_training, fed_own_chunk, fed_whole
@@ -112,6 +112,59 @@ def test_adopted_adapters_accumulate_and_are_gathered_with_their_unit():
 
 
 @on_ranks(2)
+def test_adopted_parameters_are_saved_and_loaded_by_their_module_alone():
+    model, reference = fsdp2_sharded(mlp(), mesh=cpu_mesh(), reshard_after_forward=False), mlp()
+    adapt(model)
+    adapt(reference)
+    fsdp2.adopt(model)
+    model(batches(1)[0])
+    adapter, expected = model.blocks[0].up, {name: value + 1 for name, value in reference.blocks[0].up.state_dict().items()}
+    assert all(isinstance(value, DTensor) for value in adapter.state_dict().values())
+    adapter.load_state_dict(expected)
+    reference.blocks[0].up.load_state_dict(expected)
+    assert {name: value.full_tensor().tolist() for name, value in adapter.state_dict().items()} == {
+        name: value.tolist() for name, value in expected.items()
+    }
+    assert_equal_training(fed_own_chunk(model, batches(2)), fed_whole(reference, batches(2)))
+
+
+class Stem(nn.Module):
+    """A model without parameters of its own, for which two blocks are one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.scale(x.to(self.scale.weight.dtype)) if hasattr(self, "scale") else x
+
+
+@on_ranks(2)
+def test_adopted_parameters_follow_the_policy_of_their_module_and_keep_their_names():
+    def sharded(reduces: Any, mesh: Any) -> Any:
+        model = Stem()
+        fsdp2.fully_shard(model.blocks[0], mesh=mesh, mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float64))
+        fsdp2.fully_shard([model.blocks[1], model.blocks[2]], mesh=cpu_mesh())
+        fsdp2.fully_shard(model, mesh=cpu_mesh(), mp_policy=reduces)
+        model.scale, model.blocks[2].extra = nn.Linear(7, 7), nn.Linear(2, 2, bias=False)
+        return model
+
+    model = sharded(fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False), cpu_mesh())
+    assert fsdp2.adopt(model) == ["blocks.2.extra.weight", "scale.weight", "scale.bias"]
+    root, *_ = fsdp2.inspect.units(model)
+    assert model(torch.ones(2, 7)).dtype == torch.bfloat16
+    assert [len(group.params) for group in root.groups] == [2]
+    model = sharded(fsdp2.MixedPrecisionPolicy(), cpu_mesh(2, 1))
+    before = [type(param) for param in model.parameters()]
+    with pytest.raises(MeshError, match="scale"):
+        fsdp2.adopt(model)
+    assert [type(param) for param in model.parameters()] == before
+    assert "scale.bias" in fsdp2.adopt(model, mesh=cpu_mesh())
+
+
+@on_ranks(2)
 def test_adopt_is_refused_where_it_cannot_be_right():
     with pytest.raises(ModuleError, match="adopt got MLP"):
         fsdp2.adopt(mlp())
@@ -130,4 +183,6 @@ def test_adopt_is_refused_where_it_cannot_be_right():
     with pytest.raises(ParkedError):
         fsdp2.adopt(model)
     fsdp2.unpark(model)
-    assert len(fsdp2.adopt(model, ignored_params=set(model.last.parameters()) - {model.last.base.weight, model.last.base.bias})) == 6
+    ignored = set(model.last.parameters()) - {model.last.base.weight, model.last.base.bias}
+    assert len(fsdp2.adopt(model, ignored_params=ignored)) == 6
+    model(batches(1)[0])  # without a warning of what is ignored

@@ -95,12 +95,7 @@ def build_unit(
         mp_policy,
         UnitOptions(reshard_after_forward=True if after is None else after, reshard_is_default=after is None),
     )
-    unit.ignored = [
-        Owner(module, name)
-        for module in read.managed
-        for name, param in module._parameters.items()
-        if param in ignored_params
-    ]
+    unit.ignored = _places(read.managed, read.ignored)
     unit.hooks = UnitHooks(unit)
     unit.hooks.install()
     for module in modules:
@@ -113,21 +108,16 @@ def build_unit(
     return unit
 
 
-def extend_unit(
-    unit: ModuleState,
-    example: ParamGroup,
-    *,
-    mesh: DataParallelMesh | None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    ignored_params: set[nn.Parameter],
-) -> list[str]:
+def extend_unit(unit: ModuleState, read: ModulesRead, example: ParamGroup) -> list[nn.Parameter]:
     """Shard what was registered below ``unit`` since ``fully_shard``, in new groups. Collective: as ``build_unit``
 
-    example: a group, of ``unit`` if it has one, whose mesh and options the new ones get
-    Returns: the names of the parameters, from the unit
+    example: a group, of ``unit`` if it has one, whose options the new ones get; precision is the unit's
+    Returns: the parameters, sharded
     """
-    read = read_modules(unit.modules, mesh or example.mesh, shard_placement_fn, ignored_params, unit)
-    options = replace(example.options, param_dtype=unit.mp_policy.param_dtype)
+    policy = unit.mp_policy
+    options = replace(
+        example.options, mp_policy=policy, param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype
+    )
     groups, borrowed = _new_groups(read, unit.device, options, unit.options.reshard_after_forward)
     for group in groups:
         same = next((each for each in unit.groups if each.mesh is group.mesh), None)
@@ -135,7 +125,10 @@ def extend_unit(
             group.gradients.options = replace(same.gradients.options, grad_dtype=None)
             group.all_gather_comm = same.all_gather_comm
     unit.extend(groups, borrowed)
-    return [names[0] for names, _ in read.owners.values()]
+    unit.ignored += _places(read.managed, read.ignored)
+    for group in (*groups, *borrowed):
+        unit.hooks.watch_state_dicts(group)
+    return [param.sharded for group in groups for param in group.params]
 
 
 def _new_groups(
@@ -188,6 +181,7 @@ class ModulesRead:
     buffers:  every buffer to move, by name
     place:    asked for ``placed``
     placed:   the mesh of each parameter, and its placement there
+    ignored:  parameters to leave alone
     """
 
     managed: list[nn.Module]
@@ -196,6 +190,7 @@ class ModulesRead:
     buffers: dict[str, Tensor]
     place: Placer
     placed: dict[nn.Parameter, tuple[DataParallelMesh, Any]]
+    ignored: set[nn.Parameter]
 
 
 def read_modules(
@@ -223,7 +218,7 @@ def read_modules(
     refuse_unplaceable((names[0], param, *placed[param]) for param, (names, _) in owners.items())
     refuse_unextendable((names[0], param) for param, (names, _) in owners.items())
     _check_devices(owners, buffers, device_of(mesh))
-    return ModulesRead(managed, owners, tied, buffers, place, placed)
+    return ModulesRead(managed, owners, tied, buffers, place, placed, ignored_params)
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -254,6 +249,15 @@ def modules_below(modules: Sequence[nn.Module]) -> list[nn.Module]:
     for module in modules:
         visit(module)
     return list(found)
+
+
+def _places(managed: Sequence[nn.Module], params: set[nn.Parameter]) -> list[Owner]:
+    return [
+        Owner(module, name)
+        for module in managed
+        for name, param in module._parameters.items()
+        if param is not None and param in params
+    ]
 
 
 def _parameters_of(unit: ModuleState, managed: Sequence[nn.Module]) -> set[nn.Parameter]:

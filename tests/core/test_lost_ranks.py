@@ -121,6 +121,7 @@ def test_each_collective_that_is_waited_for_where_it_is_called_lies_in_what_name
         "planner/measure.py",  # a program of its own, without a model
         "reference.py",  # what fully_shard means, to compare with: no more than that
         "prove/stand_ins.py",  # the same for uneven, guarded_step and park
+        "prove/checkpoint.py",  # over a group of its own, in ranks that the command watches
         "migrate/probe.py",  # of the run that it compares
         "checkpoint/gather_to_writers.py",  # in a method that is called in ``reached``
         "core/comm/communicators.py",  # their callers wait

@@ -193,6 +193,10 @@ def _of_checkpoint(real: Run, resumed: Run | None) -> Statement:
         return Statement("checkpoint", False, "measured", said + failure)
     before, after = (wholes(run.events, (first["step"], first["kind"], 0)) for run, first in ((real, saved[0]), (resumed, loaded[0])))
     bits = [{name: {each.made.checksum for each in copies.values()} for name, copies in found.items()} for found in (before, after)]
+    found = bits[1].keys() | loaded[0]["numbers"].keys()
+    missing = [each for each in (*bits[0], *saved[0]["numbers"]) if each not in found and each.startswith("optimizer ")]
+    if missing:  # such a state comes with a parameter's first gradient
+        return not_looked_at("checkpoint", f"on {on} the optimizer has no {missing[0].removeprefix('optimizer ')} after a step")
     several = [name for name, each in bits[0].items() if len(each) > 1]
     wrong = tuple(name for name, each in bits[0].items() if name not in several and bits[1].get(name) != each)
     wrong += tuple(name for name, each in saved[0]["numbers"].items() if loaded[0]["numbers"].get(name) != each)

@@ -60,9 +60,13 @@ def guarded(model: nn.Module) -> Guard:
     step, by ``guarded_step(optimizer, guard=guard)``. Errors of fsdp2, and what is no ``Exception``, such as KeyboardInterrupt, leave
     the ``with`` as usual. If a rank cannot go on after an exception, the ``with`` raises OrderError. Let them end the program.
 
+    Only fsdp2's collectives are served: a pass must have no others, such as those of tensor or expert parallelism, or an all-reduce
+    of the number of tokens. Call these before or after the ``with``.
+
     model:      one that ``parallelize`` or ``fully_shard`` was called on
     Collective: no
-    Raises:     ModuleError for a model that is not sharded; ArgumentError for what a rank cannot do without computing
+    Raises:     ModuleError for a model that is not sharded; ArgumentError for what a rank cannot do without computing,
+                SyncBatchNorm and tensor parallelism included; at ``with``, OrderError inside of another guard of the model
 
     Example:
         guard = fsdp2.guarded(model)
@@ -72,7 +76,24 @@ def guarded(model: nn.Module) -> Guard:
     """
     units = sharded_units("guarded", model)
     refuse_what_cannot_stand_in("guarded", model, units)
+    _refuse_other_collectives(model, units)
     return Guard(model, units)
+
+
+def _refuse_other_collectives(model: nn.Module, units: Sequence[ModuleState]) -> None:
+    found = [f"{name}: a SyncBatchNorm" for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    for unit in units:
+        for group in unit.groups:
+            meshes = [param.sharded.device_mesh for param in group.params if isinstance(param.sharded, DTensor)]
+            if any(mesh.size() > group.mesh.size for mesh in meshes):
+                found.append(f"{unit.fqn or 'the root'}: parameters on axes of tensor parallelism")
+    if found:
+        raise ArgumentError(
+            "guarded got a model whose forward may communicate by itself",
+            items=found,
+            expected="a model in which only fsdp2 communicates: after an exception, a rank takes part in nothing else",
+            fix="train this model without a guard, or without these modules",
+        )
 
 
 class Guard:
@@ -90,9 +111,9 @@ class Guard:
         self._before: Callable[[], None] | None = None
 
     def __enter__(self) -> Guard:
-        if self._before is None:
-            self._before = _restoring(self._model, self._units[0].device.type)
+        before = self._before or _restoring(self._model, self._units[0].device.type)
         self._pass.begin()
+        self._before = before
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:

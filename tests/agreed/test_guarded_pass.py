@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.core.group.param_group import ParamGroup
-from fsdp2.errors import OrderError
+from fsdp2.errors import ArgumentError, OrderError
 from harness import cpu_mesh, on_ranks
 from harness.models import Block
 
@@ -300,3 +302,81 @@ def test_an_evaluation_is_served_too():
             loss_of(model, (X, None), fails)
         assert (guard.failed is not None) is (at == 3 and dist.get_rank() == 0)
         guard.failed = None
+
+
+BACKWARDS = {  # of two forwards; and whether a pass that fails in between is served
+    "one of both": ((X, 2 * X), lambda losses: sum(losses).backward(), True),
+    "one for each": ((X, 2 * X), lambda losses: [loss.backward() for loss in losses], False),
+    "the first only": ((X, 2 * X), lambda losses: losses[0].backward(), False),
+    "twice": ((X,), lambda losses: [losses[0].backward(retain_graph=kept) for kept in (True, False)], False),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_backward_that_does_not_reach_all_forwards_before_it_is_not_served(name):
+    inputs, backward, is_served = BACKWARDS[name]
+    model, _, optimizer = small()
+    guard = fsdp2.guarded(model)
+    for is_last in (False, False, True):
+        expected = contextlib.nullcontext() if is_served or not is_last else pytest.raises(OrderError, match="a backward ran again")
+        with expected as found, guard:
+            losses = [model(x).square().sum() for x in inputs]
+            if is_last and (dist.get_rank() == 1 or not is_served):
+                raise ValueError("bad sample")
+            backward(losses)
+        if found is not None:
+            assert type(found.value.__cause__) is ValueError
+            return
+        assert fsdp2.guarded_step(optimizer, guard=guard).taken is not is_last
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_guard_inside_of_another_is_refused_and_leaves_no_trace():
+    model, _, optimizer = small()
+    expected = copy.deepcopy(model)
+    guard = fsdp2.guarded(model)
+    for inner in (guard, fsdp2.guarded(model), fsdp2.guarded(model.blocks[0])):
+        with pytest.raises(OrderError, match="has begun inside of another"), guard, inner:
+            raise AssertionError
+        with guard:
+            model(X).square().sum().backward()
+        assert fsdp2.guarded_step(optimizer, guard=guard).taken
+        model.zero_grad()
+    its = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for _ in range(3):
+        expected(X).square().sum().backward()
+        its.step()
+        its.zero_grad()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local())
+
+
+@on_ranks(2)
+def test_a_model_that_communicates_by_itself_is_refused():
+    model = fsdp2.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), mesh=cpu_mesh())
+    with pytest.raises(ArgumentError, match="1: a SyncBatchNorm"):
+        fsdp2.guarded(model)
+    mesh = cpu_mesh(1, 2, names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tp"], {"0": ColwiseParallel()})
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ArgumentError, match="axes of tensor parallelism"):
+        fsdp2.guarded(model)
+
+
+@on_ranks(2)
+def test_several_modules_of_a_unit_on_an_spmd_mesh():
+    torch.manual_seed(0)
+    mesh, model = cpu_mesh(names=("dp",)), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    expected = copy.deepcopy(model)
+    distribute_module(model, mesh)
+    fsdp2.fully_shard([model[0], model[2]], mesh=mesh, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="dp"))
+    fsdp2.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="dp"))
+    guard = fsdp2.guarded(model)
+    for _ in range(2):
+        with guard:
+            model(distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)])).to_local().square().sum().backward()
+        expected(torch.ones(1, 4)).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

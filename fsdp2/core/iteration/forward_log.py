@@ -5,7 +5,8 @@ backwards come in the reverse order of their forwards' ends and begins. A rank w
 some of these *moments*, and adds none. From the log of its own forward it knows when the other ranks come to them, and
 what they communicate then.
 
-Logs are kept only after ``set_reduce_scatter_unused_params(True)``: ranks then gather and reduce unreached units too.
+Logs are kept only after ``set_reduce_scatter_unused_params(True)``, ``set_optional`` or ``guarded``: ranks then gather
+and reduce unreached units too.
 
 Worked example, units a and b in a root; this rank's loss ignores what b returned
 
@@ -36,7 +37,7 @@ class Moment(NamedTuple):
 
 
 class ForwardLog:
-    """The calls of one forward of a root that has a graph. The graph of each call holds it, and nothing else does.
+    """The calls of one forward of a root that has a graph. The graph of each call holds it, and a guarded pass.
 
     is_served: an exception has ended the pass, and the next backward is on behalf of the other ranks alone
     """
@@ -126,6 +127,11 @@ class ForwardLog:
     def reached(self) -> list[int]:
         """The places, in the order of forward, of the calls that this rank's backward reaches."""
         return [place for place, (_, call) in enumerate(self.in_order()) if call.is_in_this_backward()]
+
+    def was_in_a_backward(self) -> bool:
+        """Whether one has begun that reaches any call of this forward; also if the forward has no backward."""
+        moments = self.moments()
+        return not moments or any(moment.call.begun != -1 for moment in moments)
 
     def is_in_this_backward(self) -> bool:
         """Whether the backward that has just begun reaches any call of this forward."""

@@ -78,12 +78,20 @@ class GuardedPass:
 
     def begin(self) -> None:
         """A pass begins: note what it does."""
+        if any(unit.hooks.are_called_by_others for unit in self._units):
+            raise OrderError(
+                "a guarded pass has begun inside of another",
+                expected="each guard of a model to be left before the next one is entered",
+                fix="put the whole pass into one `with guard:`",
+            )
         self._start()
-        for unit in self._units:
-            hooks = (self._before, self._after, self._note_failure)
-            self._undo.enter_context(unit.hooks.called_by(*(functools.partial(each, unit) for each in hooks)))
-            self._undo.callback(setattr, unit, "watchers", unit.watchers)
-            unit.watchers = (*unit.watchers, functools.partial(self._after_backward, unit))
+        with contextlib.ExitStack() as undo:
+            for unit in self._units:
+                hooks = (self._before, self._after, self._note_failure)
+                undo.enter_context(unit.hooks.called_by(*(functools.partial(each, unit) for each in hooks)))
+                undo.callback(setattr, unit, "watchers", unit.watchers)
+                unit.watchers = (*unit.watchers, functools.partial(self._after_backward, unit))
+            self._undo = undo.pop_all()
 
     def stop(self) -> None:
         """The pass is over. After an exception ``serve`` or ``give_up`` follows, then ``forget``."""
@@ -143,6 +151,10 @@ class GuardedPass:
     def _after_backward(self, unit: ModuleState) -> None:
         if not self._known and any(log.gathers_in_other_order(_is_gathered) for log in self._logs):
             self._never = "a checkpointed segment holds several sharded modules: only its recomputation has their order"
+        if not self._logs or not all(log.was_in_a_backward() for log in self._logs):
+            self._never = (
+                "a backward ran again, or left out a forward, so nobody knows which forwards other ranks are in"
+            )
         self._moments.append(_Moment("backward", self._places[unit]))
         self._calls.append(None)
         self._logs.clear()

@@ -83,10 +83,9 @@ class UnitHooks:
             torch_compiler.keep_hooks_outside(module)
             self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
-            if any(group.mesh.spmd is not None for group in unit.groups):
-                self._handles.append(
-                    module.register_forward_hook(torch_compiler.dynamo_disabled(self._watch_axes), with_kwargs=True)
-                )
+        if any(group.mesh.spmd is not None for group in unit.groups):
+            watch_axes = torch_compiler.dynamo_disabled(self._watch_axes)
+            self._handles += [module.register_forward_hook(watch_axes, with_kwargs=True) for module in unit.modules]
         for group in unit.uses:
             self.watch_state_dicts(group)
 
@@ -122,6 +121,10 @@ class UnitHooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def are_called_by_others(self) -> bool:
+        return "end_failed_forward" in vars(self)
 
     @contextlib.contextmanager
     def called_by(

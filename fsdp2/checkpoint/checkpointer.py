@@ -208,7 +208,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Start saving the current state; training may continue when this returns. Waits for an earlier save first.
 
-        step:   counts from 0; steps that were kept in memory and come after it are forgotten: ``load`` takes this one
+        step:   counts from 0; this step and later ones, if they were kept in memory, are forgotten: ``load`` takes this one
         Raises: CheckpointError, also from the earlier save
         """
         self._save(step, self._disk)
@@ -268,7 +268,10 @@ class Checkpointer:
             headline = f"Checkpointer.{'save' if store is self._disk else 'keep'} got step {step!r}"[:300]
             raise ArgumentError(headline, expected="an int, 0 or more", fix="pass int(step)")
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        latest = self._disk.folder.latest() if store is not self._disk and rank == 0 else None
+        latest = None
+        if store is not self._disk and rank == 0:
+            with contextlib.suppress(CheckpointError, OSError):  # what is in memory is for times when the disk fails
+                latest = self._disk.folder.latest()
         if latest is not None and step_of(latest) > step:
             raise ArgumentError(
                 f"Checkpointer.keep got step {step}, and {latest} is of a later step, which load would take",
@@ -334,7 +337,8 @@ class Checkpointer:
         if store.leads:
             store.folder.prune()
         if self._memory is not None and self._memory.leads:
-            self._memory.folder.prune_after(step)  # of a run that went on from an earlier step, and saves there
+            # Of a run that went on from an earlier step, and saves there. What load prefers at the same step may be of another run.
+            self._memory.folder.prune_after(step if store is self._memory else step - 1)
 
     # --- loading ---
 
@@ -386,6 +390,9 @@ class Checkpointer:
             try:
                 path, restored = self._read(checkpoint, verify, kept)
             except CheckpointError as error:
+                if self._memory is not None and self._memory.leads:
+                    with contextlib.suppress(OSError):  # the next keep removes what was fetched of it
+                        self._memory.folder.discard()
                 if kept is None or found is None or isinstance(error, LostRankError):
                     raise
                 self._warn_of(f"step {kept.step}, which was kept in memory,", error, found)

@@ -164,8 +164,10 @@ class Weights(Source):
             consumer.finish()
             self._once_all_are_ready(consumer, None, {})
         finally:
-            self._is_sending = False
-            consumer.leave(self._wait_s)
+            try:
+                consumer.leave(self._wait_s)
+            finally:
+                self._is_sending = False  # now the sink has returned
 
     def _once_all_are_ready(self, consumer: Consumer, unit: _Unit | None, factors: Mapping[ModelTensor, Tensor]) -> list[Gathering]:
         """The shards of ``unit``, packed, when each rank has them. Collective: yes. Raises: the problem of one rank, on every rank"""

@@ -160,6 +160,51 @@ def test_load_takes_the_step_that_was_saved_or_kept_last_even_if_it_is_an_earlie
 
 
 @on_ranks(2)
+def test_load_takes_a_saved_step_over_the_same_step_that_another_run_had_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path / "disk", memory=host_of(tmp_path, 1), asynchronous=False)
+    run.checkpointer.save(8)
+    run.step()
+    run.checkpointer.keep(10)
+    run.checkpointer.load("step_000008")
+    run.steps(2)
+    state = run.state()
+    run.checkpointer.save(10)
+    assert run.checkpointer.load().source == "disk"
+    assert_same_state(run.state(), state)
+    run.checkpointer.close()
+
+
+@on_ranks(2)
+def test_a_step_is_kept_while_the_latest_checkpoint_on_disk_cannot_be_read(tmp_path: Path) -> None:
+    run = Run(tmp_path / "disk", memory=host_of(tmp_path, 1), asynchronous=False)
+    run.checkpointer.save(1)
+    metadata = tmp_path / "disk" / "step_000001" / ".metadata"
+    if dist.get_rank() == 0:
+        metadata.rename(tmp_path / "metadata")
+    run.checkpointer.keep(2)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tmp_path / "metadata").rename(metadata)
+    assert (run.checkpointer.load().step, run.checkpointer.load().source) == (2, "memory")
+    run.checkpointer.close()
+
+
+@on_ranks(2)
+def test_what_a_load_has_fetched_of_a_checkpoint_that_it_then_cannot_read_is_removed(tmp_path: Path) -> None:
+    memory = host_of(tmp_path, 1)
+    run = Run(tmp_path / "disk", memory=memory, asynchronous=False)
+    run.checkpointer.save(1)
+    run.checkpointer.keep(2)
+    if dist.get_rank() == 1:
+        shutil.rmtree(next(memory.glob("step_*")))
+    with _damaged(tmp_path, ".metadata", 0.5, on_rank=0), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run.checkpointer.load().source == "disk"
+        assert not [*memory.glob("partial_*")]
+    run.checkpointer.close()
+
+
+@on_ranks(2)
 def test_damaged_memory_is_an_error_of_ours_that_falls_back_to_disk_with_a_warning(tmp_path: Path) -> None:
     run = Run(tmp_path / "disk", memory=host_of(tmp_path, 1), asynchronous=False)
     run.step()
@@ -187,8 +232,14 @@ def test_damaged_memory_is_an_error_of_ours_that_falls_back_to_disk_with_a_warni
 
 
 @contextlib.contextmanager
-def _damaged(tmp_path: Path, name: str, part: float) -> Iterator[None]:
-    """On every host, 40 bytes of a file."""
+def _damaged(tmp_path: Path, name: str, part: float, on_rank: int | None = None) -> Iterator[None]:
+    """On every host, or on that of one rank, 40 bytes of a file."""
+    if on_rank not in (None, dist.get_rank()):
+        dist.barrier()
+        yield
+        dist.barrier()
+        dist.barrier()
+        return
     path = next(host_of(tmp_path, 1).glob(f"step_*/{name}"))
     whole = path.read_bytes()
     at = int(len(whole) * part)

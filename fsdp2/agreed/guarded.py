@@ -12,6 +12,7 @@ Worked example, 4 ranks: the loss of rank 2 was NaN, and the bad gradient lies i
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,8 @@ class Guard:
         self._model = model
         self._units = units
         self._pass = GuardedPass(units)
-        self._before: Callable[[], None] | None = None
+        self._before: Callable[[], None] | None = None  # from the first pass of a step to its end
+        _guards.add(self)
 
     def __enter__(self) -> Guard:
         before = self._before or _restoring(self._model, self._units[0].device.type)
@@ -152,6 +154,22 @@ class Guard:
         if self._before is not None and not taken:
             self._before()
         self._before = self.failed = None
+
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+def _refuse_without_guard(optimizer: Optimizer) -> None:
+    """A rank alone knows of its failure, but all ranks know of the guard."""
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for each in _guards:
+        params = (param.sharded for unit in each._units for group in unit.groups for param in group.params)
+        if each._before is not None and any(id(param) in trained for param in params):
+            raise ArgumentError(
+                "guarded_step got no guard, and passes of this step ran in one",
+                expected="the guard, which knows whether a pass has failed",
+                fix="guarded_step(optimizer, guard=guard)",
+            )
 
 
 def _restoring(model: nn.Module, device_type: str) -> Callable[[], None]:
@@ -219,7 +237,7 @@ def guarded_step(
                 the scale smaller, as usual; after ``failed`` the scaler is as before. It has no other optimizer.
     Collective: yes, over each mesh axis of the optimizer's parameters: one all-reduce of 8 bytes, which the host reads; with max_norm
                 that of the norm; if the step is not taken, the reasons.
-    Raises:     ArgumentError, for wrong arguments
+    Raises:     ArgumentError, for wrong arguments, and without the guard that passes of this step ran in
 
     Example:
         model(x).sum().backward()
@@ -231,7 +249,9 @@ def guarded_step(
     require("guarded_step", _FAILURE.or_none, failed=failed)
     require("guarded_step", _SCALER.or_none, scaler=scaler)
     require("guarded_step", _GUARD.or_none, guard=guard)
-    if guard is not None and failed is None:
+    if guard is None:
+        _refuse_without_guard(optimizer)
+    elif failed is None:
         failed = guard.failed
     params = as_sharded([param for group in optimizer.param_groups for param in group["params"]])
     meshes = list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))

@@ -380,3 +380,20 @@ def test_several_modules_of_a_unit_on_an_spmd_mesh():
         expected(torch.ones(1, 4)).square().sum().backward()
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@on_ranks(2)
+def test_a_step_after_guarded_passes_needs_their_guard():
+    """A rank's failure would be forgotten: what it did not compute is missing in the others' gradients."""
+    model, fails, optimizer = small()
+    guard = fsdp2.guarded(model)
+    for at in (-1, 4):
+        fails.arm(at if dist.get_rank() == 1 else -1)
+        with guard:
+            loss_of(model, (X, None), fails).backward()
+        with pytest.raises(ArgumentError, match="guard=guard"):
+            fsdp2.guarded_step(optimizer)
+        assert fsdp2.guarded_step(optimizer, guard=guard).taken is (at == -1)
+        optimizer.zero_grad()
+    loss_of(model, (X, None), fails).backward()
+    assert fsdp2.guarded_step(optimizer).taken

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
 from harness.training import (
+    MakeOptimizer,
     adamw_foreach,
     adamw_one_by_one,
     assert_equal_training,
@@ -32,31 +34,28 @@ def shard(model: nn.Module, many_groups: bool) -> None:
     fully_shard(model, mesh=cpu_mesh())
 
 
+def check_training(make: Callable[[], nn.Module], inputs: list[Tensor], optimizer: MakeOptimizer, many_groups: bool) -> None:
+    """Each rank's rows bit for bit; whole batches in fp64: the rounding of fp32 sums depends on the processor, steps carry it on."""
+    model = make()
+    shard(model, many_groups)
+    assert_same_bits(fed_own_chunk(model, inputs, optimizer), fed_in_chunks(make(), inputs, optimizer))
+    model, inputs = make().double(), [x.double() if x.is_floating_point() else x for x in inputs]
+    shard(model, many_groups)
+    steps = fed_own_chunk(model, inputs, optimizer)
+    assert_equal_training(steps, fed_whole(make().double(), inputs, optimizer), bound=1e-12, ulps=256)
+
+
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("many_groups", [False, True], ids=["one_group", "many_groups"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_an_mlp_equals_the_unsharded_model(optimizer, many_groups):
-    """Whole batches in fp64: in fp32 AdamW carries the rounding of a step, which depends on the processor, into the next."""
-    model = mlp()
-    reference = copy.deepcopy(model)
-    shard(model, many_groups)
-    steps = fed_own_chunk(model, batches(4), OPTIMIZERS[optimizer])
-    assert_same_bits(steps, fed_in_chunks(reference, batches(4), OPTIMIZERS[optimizer]))
-    model, whole, inputs = mlp().double(), mlp().double(), [x.double() for x in batches(4)]
-    shard(model, many_groups)
-    steps = fed_own_chunk(model, inputs, OPTIMIZERS[optimizer])
-    assert_equal_training(steps, fed_whole(whole, inputs, OPTIMIZERS[optimizer]), bound=1e-12, ulps=256)
+    check_training(mlp, batches(4), OPTIMIZERS[optimizer], many_groups)
 
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("many_groups", [False, True], ids=["one_group", "many_groups"])
 def test_training_a_transformer_equals_the_unsharded_model(many_groups):
-    model = transformer()
-    reference, whole = copy.deepcopy(model), copy.deepcopy(model)
-    shard(model, many_groups)
-    steps = fed_own_chunk(model, token_batches(4), sgd_foreach)
-    assert_same_bits(steps, fed_in_chunks(reference, token_batches(4), sgd_foreach))
-    assert_equal_training(steps, fed_whole(whole, token_batches(4), sgd_foreach))
+    check_training(transformer, token_batches(4), sgd_foreach, many_groups)
 
 
 @on_ranks(2, 3)

@@ -202,7 +202,7 @@ def _of_checkpoint(real: Run, resumed: Run | None) -> Statement:
     wrong += tuple(name for name, each in saved[0]["numbers"].items() if loaded[0]["numbers"].get(name) != each)
     if wrong:
         return Statement("checkpoint", False, "measured", f"{said}{wrong[0]} is another", step=real.num_steps, names=wrong)
-    more = f"; ranks have {len(several)} others of their own, such as {several[0]}, of which it keeps one rank's" if several else ""
+    more = f"; {len(several)} others differ between ranks, such as {several[0]}: it keeps one rank's" if several else ""
     return Statement("checkpoint", True, "measured", f"{said}{counted(len(before) - len(several), 'tensor')} have the same bits{more}")
 
 

@@ -38,7 +38,7 @@ def whole_gradients(reference: nn.Module, x: Tensor, divide_by: float) -> dict[s
 
 # --- when gradients are reduced -----------------------------------------------------------------------------------------------------
 
-PATTERNS = {  # how many micro-batches, those that sync, and those of which the model is told that they are the last
+PATTERNS = {  # the number of micro-batches, those that sync, and those that the model is told are the last
     "sync at the end": (3, [2], [2]),
     "sync in between": (3, [1, 2], [2]),
     "sync always": (3, [0, 1, 2], [2]),

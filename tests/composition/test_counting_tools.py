@@ -172,7 +172,7 @@ def test_the_memory_tracker_of_torchs_fsdp2_counts_ours_as_its_own(one_of_two, r
         twice = 0 if ran_before else found["SHARDED_PARAM"]
         for kind in ("SHARDED_PARAM", "UNSHARDED_PARAM", "OPT", "BUFFER", "INP"):
             assert found[kind] == torchs[kind], kind
-        assert found["ALL_GATHER"] <= torchs["ALL_GATHER"] + 2048  # the biases, of which torch's are in the same buffer
+        assert found["ALL_GATHER"] <= torchs["ALL_GATHER"] + 2048  # the biases, which torch gathers in the same buffer
         assert torchs["ACT"] <= found["ACT"] <= torchs["ACT"] + twice
         assert found["Total"] <= torchs["Total"] + twice + 2048
     assert 0 <= after["SHARDED_GRAD"] - expected_after["SHARDED_GRAD"] <= 1024  # flags of use

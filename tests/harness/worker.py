@@ -284,6 +284,10 @@ def _redirect_output(log_path: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    import torch
+
+    # Python's stacks say nothing of gloo's threads; torch prints native ones, and then calls faulthandler.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
 
 
 def _exit_with_parent() -> None:

@@ -1,17 +1,11 @@
-"""A resumed run is the run that never stopped; whatever fails or crashes, and wherever, the earlier checkpoint stays whole.
-
-Run as ``__crash__`` this file is a training that kills itself at a given point, see ``train_and_crash``.
-"""
+"""A resumed run is the run that never stopped; whatever fails or crashes, and wherever, the earlier checkpoint stays whole."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import multiprocessing
 import os
 import pickle
-import runpy
 import shutil
 import signal
 import threading
@@ -35,11 +29,11 @@ from fsdp2.checkpoint import Checkpointer, CheckpointError, save_safetensors
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
 from fsdp2.checkpoint.dcp_write import DigestingWriter
 from fsdp2.checkpoint.failures import on_every_rank
+from fsdp2.ranks import Rank, Ranks, run_ranks
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.runs import Loader, Net, Run, assert_same_state
 from harness.training import assert_same_bits, fed_own_chunk
-from harness.worker import PRELOAD
 
 
 def names(folder: Path) -> list[str]:
@@ -750,20 +744,22 @@ STEPS, EVERY = 8, 2
 CRASHES = ["mid-step", "between the files of a rank", "before the metadata", "before the rename", "before it is named"]
 
 
-def train_and_crash(rank: int, world_size: int, store: str, out: str, crash: str | None) -> None:
+def train_and_crash(folder: Path, crash: str | None) -> Ranks:
     """A training like any other, resumed if it can be. Rank 1, or rank 0 where only that acts, kills itself when step 6 is saved."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-    run = Run(Path(out) / "run")
-    done = run.checkpointer.load().step if run.checkpointer.latest() else 0
-    log = (Path(out) / f"losses{rank}").open("a", buffering=1)
-    for step in range(done + 1, STEPS + 1):
-        if step == 6 and crash is not None:
-            install_crash(rank, crash, run)
-        print(json.dumps([step, run.step().hex()]), file=log)
-        if step % EVERY == 0:
-            run.checkpointer.save(step)
-    run.checkpointer.close()
+
+    def train(rank: Rank) -> None:
+        dist.init_process_group("gloo")
+        run = Run(folder / "run")
+        done = run.checkpointer.load().step if run.checkpointer.latest() else 0
+        for step in range(done + 1, STEPS + 1):
+            if step == 6 and crash is not None:
+                install_crash(rank.rank, crash, run)
+            rank.send((step, run.step()))
+            if step % EVERY == 0:
+                run.checkpointer.save(step)
+        run.checkpointer.close()
+
+    return run_ranks(2, train, limit_s=300, grace_s=60)
 
 
 def install_crash(rank: int, crash: str, run: Run) -> None:
@@ -784,68 +780,31 @@ def install_crash(rank: int, crash: str, run: Run) -> None:
         Path.replace = die  # type: ignore[method-assign, assignment]
 
 
-def run_processes(folder: Path, attempt: int, crash: str | None) -> list[int | None]:
-    """Exit codes of both ranks. They come from the forkserver of the harness, which imports torch once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    processes = []
-    for rank in range(2):
-        job = {"rank": rank, "world_size": 2, "store": str(folder / f"store{attempt}"), "out": str(folder), "crash": crash}
-        arguments = {"run_name": "__crash__", "init_globals": {"JOB": job}}
-        processes.append(context.Process(target=runpy.run_path, args=(__file__,), kwargs=arguments))
-        processes[-1].start()
-    try:
-        for process in processes:
-            process.join(300)
-        return [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def losses(folder: Path, rank: int) -> dict[int, float]:
-    """By step; of a step that was repeated, the last."""
-    lines = map(json.loads, (folder / f"losses{rank}").read_text().splitlines())
-    return {step: float.fromhex(loss) for step, loss in lines}
-
-
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    assert run_processes(folder, 0, None) == [0, 0]
-    return folder
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    ends = train_and_crash(tmp_path_factory.mktemp("uninterrupted"), None)
+    assert ends.status == 0, ends
+    return ends
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("crash", CRASHES)
-def test_killed_run_resumes_with_the_same_losses(uninterrupted: Path, tmp_path: Path, crash: str) -> None:
-    codes = run_processes(tmp_path, 0, crash)
-    assert -signal.SIGKILL in codes
-    assert 0 not in codes, "the other rank cannot have gone on"
+def test_killed_run_resumes_with_the_same_losses(uninterrupted: Ranks, tmp_path: Path, crash: str) -> None:
+    ends = train_and_crash(tmp_path, crash)
+    assert -signal.SIGKILL in [end.status for end in ends]
+    assert all(end.status for end in ends), "the other rank cannot have gone on"
     names_after = names(tmp_path / "run")
     assert (tmp_path / "run" / "latest").read_text() == "step_000004", names_after
     assert {"step_000002", "step_000004"} <= set(names_after) or crash == "mid-step", names_after
 
-    assert run_processes(tmp_path, 1, None) == [0, 0]
-    for rank in range(2):
-        expected = losses(uninterrupted, rank)
-        assert len(expected) == STEPS
-        assert all(math.isfinite(loss) for loss in expected.values())
-        assert losses(tmp_path, rank) == expected
+    again = train_and_crash(tmp_path, None)
+    assert again.status == 0, again
+    for rank, expected in enumerate(uninterrupted):
+        losses = dict(expected.sent)
+        assert len(losses) == STEPS
+        assert all(map(math.isfinite, losses.values()))
+        assert dict([*ends[rank].sent, *again[rank].sent]) == losses
     assert not list((tmp_path / "run").glob("*partial*"))
-
-
-if __name__ == "__crash__":
-    try:
-        train_and_crash(**globals()["JOB"])
-        status = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        status = 1
-    os._exit(status)  # a thread of gloo may abort a process that ends by itself
 
 
 # --- odd but legal, and not ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 Symptom: a rank raised where only CheckpointError was expected, or between two collectives where nothing was, and left the others in
 the second one for ever. Smallest shape: two ranks, one parameter.
-
-Run as ``__dies__`` this file is a training in which a rank dies while it saves.
 """
 
 from __future__ import annotations
@@ -11,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import multiprocessing
 import os
 import pkgutil
-import runpy
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,11 +39,11 @@ from fsdp2.checkpoint import (
 from fsdp2.core.comm import agreement as agreement_module
 from fsdp2.core.comm.agreement import LostRankError, agree, agree_over
 from fsdp2.errors import FSDPError
+from fsdp2.ranks import Rank, run_ranks
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp, transformer
 from harness.sharding import shard_blocks
 from harness.training import assert_same_tensors
-from harness.worker import PRELOAD
 
 ERRORS: dict[str, Exception] = {
     "memory": MemoryError("no room for it"),
@@ -494,57 +490,30 @@ def test_a_group_whose_rank_is_gone_is_not_waited_for_again() -> None:
     assert not agreement_module.is_lost(dist.group.WORLD)
 
 
-def save_and_die(rank: int, store: str, out: str, how: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    model = sharded()
-    checkpointer = Checkpointer(Path(out) / "run", model)
-    checkpointer.save(1)
-    checkpointer.wait()
-    path, call = {
-        "Checkpointer": (f"{CHECKPOINT}.training_state._plain_tensors", lambda: (checkpointer.save(2), checkpointer.wait())),
-        "save_safetensors": (
-            f"{CHECKPOINT}.gather_to_writers.BandStream._prepared",
-            lambda: save_safetensors(model, Path(out) / "folder"),
-        ),
-        "full_state_dict": (f"{CHECKPOINT}.gather_to_writers.BandStream._prepared", lambda: full_state_dict(model)),
-    }[how]
-
-    def die(*args: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with patch(path, die) if rank == 1 else contextlib.nullcontext():
-        try:
-            call()
-        except BaseException as error:
-            (Path(out) / "error").write_text(f"{isinstance(error, CheckpointError)} {error}")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["Checkpointer", "save_safetensors", "full_state_dict"])
 def test_a_rank_that_dies_in_a_save_is_a_checkpoint_error_on_the_others(tmp_path: Path, how: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    processes = []
-    for rank in range(2):
-        job = {"rank": rank, "store": str(tmp_path / "store"), "out": str(tmp_path), "how": how}
-        arguments = {"run_name": "__dies__", "init_globals": {"JOB": job}}
-        processes.append(context.Process(target=runpy.run_path, args=(__file__,), kwargs=arguments))
-        processes[-1].start()
-    try:
-        for process in processes:
-            process.join(120)
-        assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
-    finally:
-        for process in processes:
-            process.kill()
-    said = (tmp_path / "error").read_text()
-    assert said.startswith("True")
+    def save_and_die(rank: Rank) -> None:
+        dist.init_process_group("gloo")
+        model = sharded()
+        checkpointer = Checkpointer(tmp_path / "run", model)
+        checkpointer.save(1)
+        checkpointer.wait()
+        prepared = f"{CHECKPOINT}.gather_to_writers.BandStream._prepared"
+        path, call = {
+            "Checkpointer": (f"{CHECKPOINT}.training_state._plain_tensors", lambda: (checkpointer.save(2), checkpointer.wait())),
+            "save_safetensors": (prepared, lambda: save_safetensors(model, tmp_path / "folder")),
+            "full_state_dict": (prepared, lambda: full_state_dict(model)),
+        }[how]
+        rank.send(os.getpid())
+        dies = patch(path, lambda *_: os.kill(os.getpid(), signal.SIGKILL)) if rank.rank == 1 else contextlib.nullcontext()
+        with dies, pytest.raises(CheckpointError) as caught:
+            call()
+        rank.send(str(caught.value))
+        os._exit(0)  # a thread of gloo may abort a process that ends by itself
+
+    ends = run_ranks(2, save_and_die, limit_s=120, grace_s=60)
+    assert [end.status for end in ends] == [0, -signal.SIGKILL]
+    said = ends[0].sent[1]
     assert "a rank is gone, or cannot be reached" in said
-    assert f"rank 1: its process ({processes[1].pid} on " in said
-
-
-if __name__ == "__dies__":
-    save_and_die(**globals()["JOB"])
-    os._exit(0)  # a thread of gloo may abort a process that ends by itself
+    assert f"rank 1: its process ({ends[1].sent[0]} on " in said

@@ -28,6 +28,7 @@ from ..core.comm.agreement import agree, axes_of, largest_over
 from ..core.group.param import as_sharded
 from ..core.iteration.module_state import ModuleState, sharded_parameters
 from ..core.modules.guarded_pass import GuardedPass
+from ..core.modules.optimizer_steps import STEPS
 from ..errors import ArgumentError, FSDPError, OrderError
 from ..hangs.joint_calls import joint
 from ..printable import in_bytes
@@ -100,7 +101,7 @@ def _refuse_other_collectives(model: nn.Module, units: Sequence[ModuleState]) ->
 class Guard:
     """What ``guarded`` returns.
 
-    failed: the first exception since the last ``guarded_step``; None if there was none on this rank
+    failed: the first exception in the passes of this step, until a pass of the next one; None if there was none on this rank
     """
 
     failed: Exception | None = None
@@ -110,12 +111,19 @@ class Guard:
         self._units = units
         self._pass = GuardedPass(units)
         self._before: Callable[[], None] | None = None  # from the first pass of a step to its end
+        self._asks = False  # a pass has made gradients, which other ranks may lack
+        self._answered: set[int] = set()  # the parameters whose step was not taken
         _guards.add(self)
+        STEPS.asked.add(_refuse_without_guard)
 
     def __enter__(self) -> Guard:
         before = self._before or _restoring(self._model, self._units[0].device.type)
         self._pass.begin()
+        if self._before is None:
+            self.failed = None
         self._before = before
+        if torch.is_grad_enabled():
+            self._asks, self._answered = True, set()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -150,10 +158,12 @@ class Guard:
         finally:
             guarded.forget()
 
-    def _end_step(self, taken: bool) -> None:
-        if self._before is not None and not taken:
+    def _end_step(self, optimizer: Optimizer, worst: int) -> None:
+        if self._before is not None and worst != _MAY_STEP:
             self._before()
-        self._before = self.failed = None
+        self._before = None
+        self._asks &= worst == _FAILED  # another optimizer of these passes must not step either
+        self._answered |= _ids(optimizer)
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
@@ -161,15 +171,25 @@ _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 def _refuse_without_guard(optimizer: Optimizer) -> None:
     """A rank alone knows of its failure, but all ranks know of the guard."""
-    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for each in _guards:
+        if not each._asks:
+            continue
         params = (param.sharded for unit in each._units for group in unit.groups for param in group.params)
-        if each._before is not None and any(id(param) in trained for param in params):
+        waiting = _ids(optimizer) - each._answered
+        if any(id(param) in waiting for param in params):
             raise ArgumentError(
-                "guarded_step got no guard, and passes of this step ran in one",
+                f"{type(optimizer).__name__} steps without the guard that passes of this step ran in",
                 expected="the guard, which knows whether a pass has failed",
-                fix="guarded_step(optimizer, guard=guard)",
+                fix="fsdp2.guarded_step(optimizer, guard=guard) instead of optimizer.step()",
             )
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(param) for param in _params_of(optimizer)}
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return as_sharded([param for group in optimizer.param_groups for param in group["params"]])
 
 
 def _restoring(model: nn.Module, device_type: str) -> Callable[[], None]:
@@ -253,7 +273,7 @@ def guarded_step(
         _refuse_without_guard(optimizer)
     elif failed is None:
         failed = guard.failed
-    params = as_sharded([param for group in optimizer.param_groups for param in group["params"]])
+    params = _params_of(optimizer)
     meshes = list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
     if not meshes:
         raise ArgumentError(
@@ -278,13 +298,13 @@ def guarded_step(
         if max_norm is not None and norm is not None:
             with torch.no_grad():
                 scale(parts, clip_coefficient(norm, max_norm), None)
+        if guard is not None:
+            guard._end_step(optimizer, worst)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
-        if guard is not None:
-            guard._end_step(taken=True)
         return StepOutcome(True, norm)
     if scaler is not None:  # the scaler's own ranks have found the same infinities
         scaler.update(scaler.get_scale() if worst == _FAILED else None)
@@ -292,7 +312,7 @@ def guarded_step(
     for group, _ in axes:
         reasons = {rank: why for each in agree(group, None, reasons) for rank, why in each.items()}
     if guard is not None:
-        guard._end_step(taken=False)
+        guard._end_step(optimizer, worst)
     return StepOutcome(False, norm, tuple(f"rank {rank}: {why}" for rank, why in sorted(reasons.items())))
 
 

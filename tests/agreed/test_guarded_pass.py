@@ -220,7 +220,7 @@ def test_a_rank_that_fails_anywhere_is_named_with_the_place_and_a_lack_of_memory
             scaler.scale(loss_of(model, (X, None), fails)).backward()
             fails()
         outcome = fsdp2.guarded_step(optimizer, guard=guard, scaler=scaler)
-        assert guard.failed is None
+        assert (guard.failed is not None) is (dist.get_rank() == 1 and not outcome.taken)
         told = [num_places or fails.num_passed]
         dist.broadcast_object_list(told)
         [num_places] = told
@@ -391,9 +391,40 @@ def test_a_step_after_guarded_passes_needs_their_guard():
         fails.arm(at if dist.get_rank() == 1 else -1)
         with guard:
             loss_of(model, (X, None), fails).backward()
-        with pytest.raises(ArgumentError, match="guard=guard"):
-            fsdp2.guarded_step(optimizer)
+        for step in (fsdp2.guarded_step, torch.optim.SGD.step):
+            with pytest.raises(ArgumentError, match="guard=guard"):
+                step(optimizer)
         assert fsdp2.guarded_step(optimizer, guard=guard).taken is (at == -1)
         optimizer.zero_grad()
     loss_of(model, (X, None), fails).backward()
     assert fsdp2.guarded_step(optimizer).taken
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_optimizers_of_one_pass_all_step_or_none_does():
+    """Symptom: the first one's ``guarded_step`` forgot the failure, and the second stepped on the gradients of one rank."""
+    model, fails, _ = small()
+    params = list(model.parameters())
+    one, other = (torch.optim.SGD(each, lr=0.1) for each in (params[::2], params[1::2]))
+    guard = fsdp2.guarded(model)
+    for at in (-1, 4, -1):
+        fails.arm(at if dist.get_rank() == 1 else -1)
+        before = local_bits(model, one)
+        with guard:
+            loss_of(model, (X, None), fails).backward()
+        assert fsdp2.guarded_step(one, guard=guard).taken is (at == -1)
+        if at == -1:
+            other.step()  # all passes are whole
+        else:
+            with pytest.raises(ArgumentError, match="guard=guard"):
+                other.step()
+            for optimizer in (other, one, other):
+                outcome = fsdp2.guarded_step(optimizer, guard=guard)
+                assert not outcome.taken
+                assert outcome.why[0].startswith("rank 1: ValueError: bad sample")
+            assert all(map(torch.equal, before, local_bits(model, one)))
+        model.zero_grad()
+    loss_of(model, (X, None), fails).backward()
+    for optimizer in (one, other):
+        optimizer.step()

@@ -63,6 +63,7 @@ class Schedule:
         self.agreement: Agreement | None = None
         self.choose_max_reductions()
         self.choose_logs()
+        self.note_guards()
 
     def share(self, context: CommContext) -> None:
         self.comm_ctx = context
@@ -73,13 +74,17 @@ class Schedule:
         self.tree.reductions.limit = max(unit.options.max_reductions for unit in self.tree.units)
 
     def choose_logs(self) -> None:
-        """Keep logs if a unit is optional, guarded, or reduces unused parameters: ranks then know backward's order."""
+        """Keep logs if a unit is optional, or reduces unused parameters: ranks then know backward's order."""
         groups = [group for unit in self.tree.units for group in unit.groups]
         found = OptionalUnits(self.tree)
         self._optional = found if found.units else None
-        self._logs_forwards = any(unit.options.optional or unit.options.guarded for unit in self.tree.units) or any(
+        self._logs_forwards = self._optional is not None or any(
             group.gradients.options.reduce_unused for group in groups
         )
+
+    def note_guards(self) -> None:
+        """Keep logs in a guarded pass, too."""
+        self._is_guarded = any(unit.guarded for unit in self.tree.units)
 
     def alive_logs(self) -> list[ForwardLog]:
         """The logs of forwards whose backward may come, in order."""
@@ -126,7 +131,7 @@ class Schedule:
         tree.reshard_what_is_out_of_date()
         tree.iteration.left_by_forward.clear()
         log = None
-        if self._logs_forwards and torch.is_grad_enabled():
+        if (self._logs_forwards or self._is_guarded) and torch.is_grad_enabled():
             log = ForwardLog()
             self._logs = [*map(weakref.ref, self.alive_logs()), weakref.ref(log)]
         if self._optional is None:
@@ -299,7 +304,7 @@ class Schedule:
         for group in tree.iteration.unsharded:
             group.take_over_toggles()
         logs = self.alive_logs()
-        if logs or self._logs_forwards:
+        if logs or self._logs_forwards or self._is_guarded:
             self.backward = LoggedBackward(tree, task, at_end, logs)
         else:
             self.backward = Backward(tree, task, at_end)

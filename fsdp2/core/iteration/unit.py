@@ -73,7 +73,6 @@ class UnitOptions:
     backward_prefetch:     when to gather the unit before this one: before this one's gradients are computed, after
                            that, or not at all
     optional:              ranks may leave the unit, and those below it, out of any forward
-    guarded:               a rank whose pass an exception has ended takes part in it all the same, by the log of forward
     """
 
     reshard_after_forward: bool | int = True
@@ -87,7 +86,6 @@ class UnitOptions:
     backward_depth: PrefetchDepth = NEXT_ONE
     backward_prefetch: Literal["pre", "post"] | None = "pre"
     optional: bool = False
-    guarded: bool = False
 
     @property
     def prefetches_the_one_before(self) -> bool:
@@ -105,11 +103,12 @@ class Unit:
     fqn:              the name of its first module, from the root
     summoned:         its modules show whole parameters from ``summon_full_params``, which forward uses as they are
     watchers:         functions that a root calls at each end of backward
+    guarded:          a rank whose pass an exception ends takes part in it all the same, by the log of forward
     num_served:       how many of its modules' forwards ``modules/guarded_pass.py`` has served
     """
 
+    guarded = False
     num_served = 0
-
     watchers: tuple[Callable[[], None], ...] = ()
 
     def __init__(

@@ -58,10 +58,6 @@ class GuardedPass:
         self._never: str | None = None  # why no pass can be served
         self._undo = contextlib.ExitStack()
         self._start()
-        for unit in units:
-            unit.choose(guarded=True)
-            if unit.schedule is not None:
-                unit.schedule.choose_logs()
 
     def _start(self) -> None:
         self._moments: list[_Moment] = []
@@ -92,13 +88,22 @@ class GuardedPass:
                 undo.callback(setattr, unit, "watchers", unit.watchers)
                 unit.watchers = (*unit.watchers, functools.partial(self._after_backward, unit))
             self._undo = undo.pop_all()
+        self._keep_logs(True)
 
     def stop(self) -> None:
         """The pass is over. After an exception ``serve`` or ``give_up`` follows, then ``forget``."""
         self._undo.close()
 
     def forget(self) -> None:
+        self._keep_logs(False)
         self._moments, self._calls, self._open, self._logs = [], [], [], {}
+
+    def _keep_logs(self, guarded: bool) -> None:
+        for unit in self._units:
+            unit.guarded = guarded
+        for schedule in {unit.schedule for unit in self._units}:
+            if schedule is not None:
+                schedule.note_guards()
 
     # --- what a pass does ---
 

@@ -12,6 +12,7 @@ own after every load.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -47,6 +48,7 @@ class _Steps:
     sharded:  number of groups of parameters that were sharded so far
     checked:  each optimizer at its last check
     waiting:  gradients that have waited for their last micro-batch; those that are done leave at the next step
+    asked:    called before each step, with the optimizer; they may raise
     begun:    number of steps of any optimizer that have begun, for records of a run; ranks must not decide by it,
               because one rank may step an optimizer of its own
     """
@@ -55,6 +57,7 @@ class _Steps:
         self.sharded = 0
         self.checked: weakref.WeakKeyDictionary[Optimizer, _Checked] = weakref.WeakKeyDictionary()
         self.waiting: weakref.WeakSet[Gradients] = weakref.WeakSet()
+        self.asked: set[Callable[[Optimizer], None]] = set()
         self.begun = 0
 
 
@@ -84,6 +87,8 @@ def note_replayed_step(optimizer: Optimizer) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for ask in STEPS.asked:
+        ask(optimizer)
     STEPS.begun += 1
     if STEPS.waiting:
         _refuse_incomplete(optimizer)

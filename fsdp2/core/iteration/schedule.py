@@ -88,7 +88,10 @@ class Schedule:
 
     def alive_logs(self) -> list[ForwardLog]:
         """The logs of forwards whose backward may come, in order."""
-        return [log for reference in self._logs if (log := reference()) is not None] if self._logs else []
+        logs = [log for reference in self._logs if (log := reference()) is not None] if self._logs else []
+        if not logs and self._logs:
+            self._logs = []
+        return logs
 
     @property
     def goes_on(self) -> bool:

@@ -29,7 +29,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..durable import replaced_file, sync_folder
@@ -260,17 +260,7 @@ class CheckpointFolder:
             return
         latest = self.latest()
         others = [each for each in sorted(self.checkpoints(), key=_order) if each != latest]  # by step: clocks jump
-        self._discard_all(others[: max(len(others) + 1 - self._keep_last, 0)])
-
-    def prune_after(self, step: int) -> None:
-        """Remove checkpoints of later steps."""
-        later = [each for each in self.checkpoints() if step_of(each) > step]
-        if later:
-            self.lock()
-            self._discard_all(later)
-
-    def _discard_all(self, checkpoints: Iterable[Path]) -> None:
-        for old in checkpoints:
+        for old in others[: max(len(others) + 1 - self._keep_last, 0)]:
             self.discard()
             _being_written.add(self.partial.name)
             with contextlib.suppress(FileNotFoundError):  # another checkpointer has removed it

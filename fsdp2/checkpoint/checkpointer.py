@@ -18,6 +18,7 @@ import contextlib
 import copy
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,6 +47,7 @@ from .checkpoint_folder import CheckpointFolder, Store, step_of
 from .checkpointer_load import Restored, files_to_read, read_state
 from .dcp_read import pack, unpack
 from .dcp_write import DigestingWriter, LatePlanner
+from .digests import number_of, read_digests
 from .failures import failure, from_rank_0, on_every_rank, tried
 from .host_memory import HostMemory, Kept
 from .model_tensors import checked_model
@@ -188,6 +190,8 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
         self._spare: Spare = {}  # of the last asynchronous save; in use while that is pending
+        self._number: int | None = None  # of the newest checkpoint, on disk or in memory; None: not known yet
+        self._found: Path | None = None  # the latest on disk, as rank 0 knows it
         self._closed = False
         # An object that the user forgets to close must not lock other runs out; the thread holds the object until a save is written.
         for store in self._stores:
@@ -208,7 +212,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Start saving the current state; training may continue when this returns. Waits for an earlier save first.
 
-        step:   counts from 0; this step and later ones, if they were kept in memory, are forgotten: ``load`` takes this one
+        step:   counts from 0; ``load`` takes it rather than what was kept in memory before, even of a later step
         Raises: CheckpointError, also from the earlier save
         """
         self._save(step, self._disk)
@@ -216,7 +220,7 @@ class Checkpointer:
     @joint
     def keep(self, step: int) -> None:
         """Like ``save``, into the hosts' memory, where it replaces the checkpoint before it. It outlives processes, and with
-        several hosts the loss of one; ``load`` takes it until a later step is saved on disk.
+        several hosts the loss of one; ``load`` takes it until a step is saved on disk. It does not read the disk.
 
         step:   that of the latest checkpoint on disk, or a later one
         Raises: CheckpointError, also from an earlier save; OrderError without ``memory=``
@@ -231,6 +235,9 @@ class Checkpointer:
 
     def _save(self, step: int, store: Store) -> None:
         self.wait()
+        if self._memory is not None and self._number is None:
+            self._latest()
+        self._number = max((self._number or 0) + 1, time.time_ns())  # a clock may go back, but not behind what it has numbered
         with torch.inference_mode(False), torch.no_grad():
             state = self._state_of_every_rank(step, store)
         if not store.is_locked:
@@ -268,13 +275,10 @@ class Checkpointer:
             headline = f"Checkpointer.{'save' if store is self._disk else 'keep'} got step {step!r}"[:300]
             raise ArgumentError(headline, expected="an int, 0 or more", fix="pass int(step)")
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        latest = None
-        if store is not self._disk and rank == 0:
-            with contextlib.suppress(CheckpointError, OSError):  # what is in memory is for times when the disk fails
-                latest = self._disk.folder.latest()
+        latest = self._found if rank == 0 and store is not self._disk else None  # not looked for: the disk may be failing
         if latest is not None and step_of(latest) > step:
             raise ArgumentError(
-                f"Checkpointer.keep got step {step}, and {latest} is of a later step, which load would take",
+                f"Checkpointer.keep got step {step}, and {latest} is of a later step, which load takes if memory is lost",
                 expected=f"step {step_of(latest)} or a later one",
                 fix=f"to go on from an earlier step, save({step}) first: it is the latest then",
             )
@@ -305,14 +309,15 @@ class Checkpointer:
 
         def prepare() -> tuple[tuple[str, dict[Any, bytes]], DigestingWriter, LatePlanner]:
             name = folder.begin().name if store.leads else ""
-            return (name, value_digests(parts)), DigestingWriter(folder.path), LatePlanner(own_state)
+            return (name, value_digests(parts)), DigestingWriter(folder.path, self._number or 0), LatePlanner(own_state)
 
         def write(writer: DigestingWriter, planner: LatePlanner) -> None:
             into = folder.path / told[store.leader][0]  # a rank may see the folder at another path
             dcp_save(state, checkpoint_id=into, storage_writer=writer, planner=planner, process_group=self._group)
             store.complete(into)  # DCP knows that every rank has written all of it
             if store.leads:
-                folder.commit(step)
+                final = folder.commit(step)
+                self._found = final if store is self._disk else self._found
 
         unpruned: FSDPError | None = None
         try:
@@ -322,7 +327,8 @@ class Checkpointer:
             if store.num_hosts > 1:  # none removes the checkpoint before until every one has this one
                 agree(self._group, problem, None)
             if problem is None:
-                _, unpruned = tried(f"step {step} is saved, but other steps cannot be removed", lambda: self._prune(step, store))
+                unremoved = f"step {step} is saved, but other steps cannot be removed"
+                _, unpruned = tried(unremoved, lambda: folder.prune() if store.leads else None)
             unpruned = next(filter(None, agree(self._group, problem, unpruned)), None)
         except LostRankError:
             raise  # the next save removes what there is
@@ -332,13 +338,6 @@ class Checkpointer:
             raise
         if unpruned is not None:
             raise unpruned
-
-    def _prune(self, step: int, store: Store) -> None:
-        if store.leads:
-            store.folder.prune()
-        if self._memory is not None and self._memory.leads:
-            # Of a run that went on from an earlier step, and saves there. What load prefers at the same step may be of another run.
-            self._memory.folder.prune_after(step if store is self._memory else step - 1)
 
     # --- loading ---
 
@@ -351,9 +350,14 @@ class Checkpointer:
         return None if found is None else self._disk.folder.path / found.name  # a rank may see the folder at another path
 
     def _latest(self) -> tuple[Kept | None, Path | None]:
-        """The checkpoint in memory, if it is at least as new as that on disk, and the one on disk, as rank 0 sees it."""
-        path = self._disk.folder.path
-        found = from_rank_0(self._group, f"cannot read {path}", self._disk.folder.latest)
+        """The checkpoint in memory, if it was made after that on disk, and the one on disk, as rank 0 sees it."""
+
+        def on_disk() -> tuple[Path | None, int]:
+            found = self._disk.folder.latest()
+            return found, number_of(read_digests(found)) if found is not None and self._memory is not None else 0
+
+        found, number = from_rank_0(self._group, f"cannot read {self._disk.folder.path}", on_disk)
+        self._found, self._number = found, max(self._number or 0, number)
         try:
             kept = self._memory.newest() if self._memory is not None else None
         except LostRankError:
@@ -361,7 +365,8 @@ class Checkpointer:
         except CheckpointError as error:
             self._warn_of("what was kept in memory", error, found)
             return None, found
-        if kept is None or (found is not None and step_of(found) > kept.step):
+        self._number = max(self._number, kept.number if kept is not None else 0)
+        if kept is None or kept.number < number:
             return None, found
         if kept.missing:
             lost = f"{short(kept.missing)} were on hosts that are lost, and so were their copies"
@@ -371,13 +376,14 @@ class Checkpointer:
     def _warn_of(self, what: str, why: object, found: Path | None) -> None:
         source = found or "the start: there is no checkpoint on disk"
         ranks = dist.get_process_group_ranks(self._group)
-        warn(f"{what} cannot be loaded: {' '.join(str(why).partition('expected:')[0].split())}. Going on from {source}", ranks=ranks)
+        text = f"{what} cannot be loaded: {' '.join(str(why).partition('expected:')[0].split())}. Going on from {source}"
+        warn(text, ranks=ranks, once=text)
 
     @joint
     def load(self, checkpoint: str | os.PathLike[str] | None = None, *, verify: bool = False) -> Resumed:
         """Resume from a checkpoint. Every rank reads and checks its whole state before it changes anything.
 
-        checkpoint: a folder, or the name of one in ours; None: the latest, in memory if that is at least as new as the one on disk. If
+        checkpoint: a folder, or the name of one in ours; None: the latest, in memory if that was made after the one on disk. If
                     what is in memory is damaged, the one on disk, with a warning
         verify:     compare the files with their digests first; the ranks share the work
         Memory:     copies of this rank's shards in host memory: model and optimizer, then the model twice

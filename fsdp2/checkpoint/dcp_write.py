@@ -87,7 +87,14 @@ class _Written(NamedTuple):
 
 
 class DigestingWriter(FileSystemWriter):
-    """Writes one file a rank. Memory: of tensors that are not contiguous, or not in host memory, a copy of one at a time."""
+    """Writes one file a rank, and ``number`` among the digests.
+
+    Memory: of tensors that are not contiguous, or not in host memory, a copy of one at a time
+    """
+
+    def __init__(self, path: Path, number: int = 0) -> None:
+        super().__init__(path)
+        self._number = number
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
@@ -122,7 +129,7 @@ class DigestingWriter(FileSystemWriter):
                 digest.directories[info.offset] = directory
         described = [[WriteResult(each.index, each.size_in_bytes, each.storage_data.info) for each in of_rank] for of_rank in results]
         super().finish(metadata, described)
-        write_digests(Path(self.path), files, [METADATA])
+        write_digests(Path(self.path), files, [METADATA], self._number)
 
 
 def _parts(tensor: Tensor) -> list[memoryview]:

@@ -36,11 +36,15 @@ _MAX_NBYTES = 1 << 30
 
 @dataclass
 class FileDigest:
-    """The digest of one file: its length, and its CRC-32, or those of its chunks' directories by the chunks' offsets."""
+    """The digest of one file: its length, and its CRC-32, or those of its chunks' directories by the chunks' offsets.
+
+    number: of the checkpoint, whose metadata this file is: one that was made later has a higher number; 0: unknown
+    """
 
     nbytes: int
     crc32: int | None = None
     directories: dict[int, int] = field(default_factory=dict)
+    number: int = 0
 
 
 def directory_digest(data: bytes | memoryview) -> int | None:
@@ -52,15 +56,17 @@ def directory_digest(data: bytes | memoryview) -> int | None:
     return zlib.crc32(memoryview(data)[start:])
 
 
-def write_digests(folder: Path, files: dict[str, FileDigest], whole: Iterable[str]) -> None:
-    """Write ``digests.json`` for ``files`` and for those named ``whole``, which are read for it."""
+def write_digests(folder: Path, files: dict[str, FileDigest], whole: Iterable[str], number: int = 0) -> None:
+    """Write ``digests.json`` for ``files`` and for those named ``whole``, which are read for it and get ``number``."""
     for name in whole:
         data = (folder / name).read_bytes()
-        files[name] = FileDigest(len(data), zlib.crc32(data))
+        files[name] = FileDigest(len(data), zlib.crc32(data), number=number)
     fields: dict[str, Any] = {}
     for name, digest in files.items():
         directories = {str(at): crc for at, crc in digest.directories.items()}
         fields[name] = {"nbytes": digest.nbytes} | ({"directories": directories} if digest.crc32 is None else {"crc32": digest.crc32})
+        if digest.number:
+            fields[name]["number"] = digest.number
     text = json.dumps({"files": fields, "crc32": _of(fields)})
     with durable_file(folder / DIGESTS) as file:
         file.write(text.encode())
@@ -87,7 +93,7 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
             if not is_inside(name):
                 raise ValueError(f"it names {name!r}, outside of its folder")
             directories = {int(at): int(crc) for at, crc in each.get("directories", {}).items()}
-            found[name] = FileDigest(int(each["nbytes"]), each.get("crc32"), directories)
+            found[name] = FileDigest(int(each["nbytes"]), each.get("crc32"), directories, int(each.get("number", 0)))
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise failure(
@@ -96,6 +102,11 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
             fix="use another copy, or remove this file to check the rest by the digests in the other files",
             file=path,
         ) from error
+
+
+def number_of(digests: dict[str, FileDigest] | None) -> int:
+    """Of the checkpoint that ``digests`` are of."""
+    return digests[METADATA].number if digests and METADATA in digests else 0
 
 
 # --- comparing ---------------------------------------------------------------------------------------------------------------------

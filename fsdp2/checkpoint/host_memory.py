@@ -30,7 +30,7 @@ from ..core.comm.agreement import agree, reached
 from ..errors import ArgumentError, FSDPError
 from .checkpoint_folder import CheckpointFolder, Store, step_of
 from .dcp_read import METADATA
-from .digests import DIGESTS, read_digests
+from .digests import DIGESTS, number_of, read_digests
 from .failures import on_every_rank, tried
 from .file_reading import bytes_of
 
@@ -44,12 +44,14 @@ _SHARED_MEMORY = Path("/dev/shm")
 class Kept:
     """A checkpoint in memory.
 
+    number: of its digests: a higher one was made later, on disk or in memory, whatever their steps
     names:  of its folder on each host, by the host's leader
     has:    the files that each host has
     needed: all of its files, with their sizes
     """
 
     step: int
+    number: int
     names: dict[int, str]
     has: dict[int, set[str]]
     needed: dict[str, int]
@@ -153,9 +155,9 @@ class HostMemory(Store):
     # --- loading ---
 
     def newest(self) -> Kept | None:
-        """The complete checkpoint of the latest step; if none is complete, the one of the latest step. Raises: CheckpointError"""
+        """The complete checkpoint that was made last; if none is complete, the one that was made last. Raises: CheckpointError"""
 
-        def here() -> dict[tuple[int, int], tuple[str, set[str], dict[str, int]]]:
+        def here() -> dict[tuple[int, int, int], tuple[str, set[str], dict[str, int]]]:
             found = {}
             for each in self.folder.checkpoints() if self.leads else ():
                 digests = read_digests(each)
@@ -165,14 +167,14 @@ class HostMemory(Store):
                     has = {
                         name for name, nbytes in needed.items() if (each / name).is_file() and (each / name).stat().st_size == nbytes
                     }
-                    found[step_of(each), zlib.crc32(data)] = (each.name, has, needed)
+                    found[number_of(digests), step_of(each), zlib.crc32(data)] = (each.name, has, needed)
             return found
 
         found, problem = tried(f"cannot read {self.folder.path}", here)
-        kept: dict[tuple[int, int], Kept] = {}
+        kept: dict[tuple[int, int, int], Kept] = {}
         for leader, of_host in enumerate(agree(self._group, problem, found[0] if found else {})):
-            for (step, digest), (name, has, needed) in of_host.items():
-                one = kept.setdefault((step, digest), Kept(step, {}, {}, needed))
+            for key, (name, has, needed) in of_host.items():
+                one = kept.setdefault(key, Kept(key[1], key[0], {}, {}, needed))
                 one.names[leader], one.has[leader] = name, has
         complete = [key for key, each in kept.items() if not each.missing]
         return kept[max(complete or kept)] if kept else None

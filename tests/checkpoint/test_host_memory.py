@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import ArgumentError, OrderError
 from fsdp2.checkpoint import CheckpointError, host_memory
+from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
+from fsdp2.ranks import Rank, run_ranks
 from harness import cpu_mesh, on_ranks
 from harness.runs import Run, assert_same_state
 
@@ -153,35 +156,51 @@ def test_load_takes_the_step_that_was_saved_or_kept_last_even_if_it_is_an_earlie
     assert checkpointer.load().step == 5
     checkpointer.save(1)  # goes on from an earlier step
     assert (checkpointer.load().step, checkpointer.load().source) == (1, "disk")
-    assert not [*host_of(tmp_path, 1).glob("step_*")]
     checkpointer.keep(1)
     assert checkpointer.load().source == "memory"
     checkpointer.close()
 
 
-@on_ranks(2)
-def test_load_takes_a_saved_step_over_the_same_step_that_another_run_had_kept(tmp_path: Path) -> None:
-    run = Run(tmp_path / "disk", memory=host_of(tmp_path, 1), asynchronous=False)
-    run.checkpointer.save(8)
-    run.step()
-    run.checkpointer.keep(10)
-    run.checkpointer.load("step_000008")
-    run.steps(2)
-    state = run.state()
-    run.checkpointer.save(10)
-    assert run.checkpointer.load().source == "disk"
-    assert_same_state(run.state(), state)
-    run.checkpointer.close()
+@pytest.mark.parametrize("kept", [10, 12])
+def test_a_kill_right_after_a_save_never_brings_back_what_was_kept_before_it(tmp_path: Path, kept: int) -> None:
+    """Symptom: load took step 10 of the run that was given up. Cause: a kill between a save of step 10 and the removal of step 10 in
+    memory, which was preferred at equal steps."""
+
+    def begun(rank: Rank) -> Run:
+        dist.init_process_group("gloo")
+        return Run(tmp_path / "disk", seed=rank.rank, memory=tmp_path / f"host_{rank.rank}", asynchronous=False)
+
+    def killed(rank: Rank) -> None:
+        run = begun(rank)
+        run.checkpointer.save(8)
+        run.step()
+        run.checkpointer.keep(kept)
+        run.checkpointer.load("step_000008")
+        run.steps(2)
+        rank.send([value.tolist() for value in run.state().values()])
+        with patch.object(CheckpointFolder, "prune", lambda folder: os.kill(os.getpid(), signal.SIGKILL)):
+            run.checkpointer.save(10)
+
+    def goes_on(rank: Rank) -> None:
+        run = begun(rank)
+        resumed = run.checkpointer.load()
+        rank.send((resumed.step, resumed.source, [value.tolist() for value in run.state().values()]))
+        run.checkpointer.close()
+
+    before, after = (run_ranks(2, body, limit_s=120, grace_s=2) for body in (killed, goes_on))
+    assert before[0].status == -signal.SIGKILL
+    assert [each.sent for each in after] == [[(10, "disk", *each.sent)] for each in before], [each.output for each in (*before, *after)]
 
 
 @on_ranks(2)
-def test_a_step_is_kept_while_the_latest_checkpoint_on_disk_cannot_be_read(tmp_path: Path) -> None:
+def test_a_step_is_kept_without_a_look_at_the_disk_which_may_fail(tmp_path: Path) -> None:
     run = Run(tmp_path / "disk", memory=host_of(tmp_path, 1), asynchronous=False)
     run.checkpointer.save(1)
     metadata = tmp_path / "disk" / "step_000001" / ".metadata"
     if dist.get_rank() == 0:
         metadata.rename(tmp_path / "metadata")
-    run.checkpointer.keep(2)
+    with patch.object(run.checkpointer._disk.folder, "latest", side_effect=AssertionError):
+        run.checkpointer.keep(2)
     dist.barrier()
     if dist.get_rank() == 0:
         (tmp_path / "metadata").rename(metadata)
@@ -214,6 +233,7 @@ def test_damaged_memory_is_an_error_of_ours_that_falls_back_to_disk_with_a_warni
     run.checkpointer.save(1)
     losses, state = run.steps(2), run.state()
     run.checkpointer.keep(3)
+    told: set[str] = set()
     places = [(name, part) for name in ("digests.json", ".metadata", "__0_0.distcp", "__1_0.distcp") for part in (0.0, 0.5, 0.99)]
     for name, part in places:
         for verify in (False, True):
@@ -224,8 +244,10 @@ def test_damaged_memory_is_an_error_of_ours_that_falls_back_to_disk_with_a_warni
             if resumed.source == "memory":  # bytes of a tensor, which verify alone compares
                 assert (verify, name[-7:], part) == (False, ".distcp", 0.5)
                 continue
-            assert len(texts) == (dist.get_rank() == 0)
-            assert all(name in text and "step_000001" in text for text in texts)
+            assert len(texts) <= (dist.get_rank() == 0)
+            assert not told.intersection(texts), "it is told once"
+            told.update(texts)
+            assert any(name in text and "step_000001" in text for text in told) == (dist.get_rank() == 0)
             assert run.steps(2) == losses
             assert_same_state(run.state(), state)
     run.checkpointer.close()

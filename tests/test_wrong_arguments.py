@@ -193,6 +193,7 @@ CALLS: dict[str, Callable[[Setting], dict[str, Any]]] = {
         "data": {},
         "keep_last": 2,
         "asynchronous": False,
+        "if_busy": "wait",
         "process_group": None,
     },
     "checkpoint.save_safetensors": lambda a: {

@@ -18,6 +18,7 @@ import contextlib
 import copy
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, MutableMapping
@@ -27,7 +28,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +37,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
-from ..arguments import COUNT, OPTIMIZER, PATH, PROCESS_GROUP, SWITCH, Kind, require
+from ..arguments import COUNT, OPTIMIZER, PATH, PROCESS_GROUP, SWITCH, Kind, one_of, require
 from ..core.comm.agreement import agree, another_over, default_group, is_lost
 from ..errors import ArgumentError, CheckpointError, FSDPError, LostRankError, OrderError, short
 from ..hangs.joint_calls import joint
@@ -46,7 +47,7 @@ from ..user_warnings import warn
 from .checkpoint_folder import CheckpointFolder, Store, step_of
 from .checkpointer_load import Restored, files_to_read, read_state
 from .dcp_read import pack, unpack
-from .dcp_write import DigestingWriter, LatePlanner
+from .dcp_write import REPLACED, DigestingWriter, LatePlanner
 from .digests import number_of, read_digests
 from .failures import failure, from_rank_0, on_every_rank, tried
 from .host_memory import HostMemory, Kept
@@ -87,6 +88,7 @@ _DATA = Kind(
 _MEMORY = Kind(
     lambda value: SWITCH.holds(value) or (PATH.holds(value) and bool(os.fspath(value))), "True, False, or a folder in memory", "True"
 )
+_IF_BUSY = one_of("replace", "skip", "wait")
 _CHECKPOINT = Kind(PATH.or_none.holds, "the name or the path of a checkpoint, or None for the latest", '"step_000100"')
 
 
@@ -116,6 +118,9 @@ class Checkpointer:
     data:          each rank's position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict
     keep_last:     how many checkpoints to keep; None for all. While one is being written there is one more
     asynchronous:  False: ``save`` returns when the checkpoint is complete
+    if_busy:       what ``save`` and ``keep`` do while one is being written, on all ranks alike: "wait" for it; "replace" it, so that it
+                   never becomes a checkpoint, unless it is complete by then; or "skip" the new one (the ranks agree on this first).
+                   After ``wait`` nothing is being written
     memory:        where ``keep`` puts checkpoints that outlive the processes: True for shared memory of each host, until the process
                    that started this one ends (torchrun's agent) or this is closed; or a folder in memory, not that of the checkpoints
     process_group: the ranks that train this model; None: all
@@ -150,6 +155,7 @@ class Checkpointer:
         data: Stateful | MutableMapping[str, Any] | None = None,
         keep_last: int | None = 2,
         asynchronous: bool = True,
+        if_busy: Literal["wait", "replace", "skip"] = "wait",
         memory: bool | str | os.PathLike[str] = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -159,6 +165,7 @@ class Checkpointer:
             require("Checkpointer", _DATA.or_none, data=data)
             require("Checkpointer", COUNT.or_none, keep_last=keep_last)
             require("Checkpointer", SWITCH, asynchronous=asynchronous)
+            require("Checkpointer", _IF_BUSY, if_busy=if_busy)
             require("Checkpointer", _MEMORY, memory=memory)
             if not isinstance(memory, bool) and os.path.realpath(memory) == os.path.realpath(folder):
                 raise ArgumentError(
@@ -170,19 +177,21 @@ class Checkpointer:
 
         require("Checkpointer", PROCESS_GROUP.or_none, process_group=process_group)
         checked, problem = tried("cannot make a Checkpointer", check)
-        keeping = agree(process_group or default_group(), problem, memory is not False)
-        if len(set(keeping)) > 1:
+        given = agree(process_group or default_group(), problem, ("memory" if memory is not False else "no memory", if_busy))
+        if len(set(given)) > 1:
             raise ArgumentError(
-                "ranks gave Checkpointer memory= and no memory=",
-                items=[f"rank {rank}: {'memory' if each else 'no memory'}" for rank, each in enumerate(keeping)],
-                expected="memory= on all ranks, or on none",
-                fix="pass it on all ranks: each keeps its own shards",
+                "ranks gave Checkpointer different options",
+                items=[f"rank {rank}: {has}, if_busy={busy!r}" for rank, (has, busy) in enumerate(given)],
+                expected="memory= on all ranks or on none, and the same if_busy",
+                fix="pass the same on all ranks: each keeps its own shards",
             )
         self._model, path = checked[0]
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._data = data
         self._asynchronous = asynchronous
+        self._if_busy = if_busy
+        self._is_replaced = threading.Event()  # the pending save is to end without a checkpoint
         self._process_group = process_group
         self._group = borrow_group(process_group)
         self._disk = Store(CheckpointFolder(path, keep_last), dist.get_rank(self._group))
@@ -209,16 +218,16 @@ class Checkpointer:
     # --- saving ---
 
     @joint
-    def save(self, step: int) -> None:
-        """Start saving the current state; training may continue when this returns. Waits for an earlier save first.
+    def save(self, step: int) -> bool:
+        """Start saving the current state; training may continue when this returns. Returns whether it was not skipped (``if_busy``).
 
         step:   counts from 0; ``load`` takes it rather than what was kept in memory before, even of a later step
         Raises: CheckpointError, also from the earlier save
         """
-        self._save(step, self._disk)
+        return self._save(step, self._disk)
 
     @joint
-    def keep(self, step: int) -> None:
+    def keep(self, step: int) -> bool:
         """Like ``save``, into the hosts' memory, where it replaces the checkpoint before it. It outlives processes, and with
         several hosts the loss of one; ``load`` takes it until a step is saved on disk. It does not read the disk.
 
@@ -231,10 +240,14 @@ class Checkpointer:
                 expected="memory=True or a folder",
                 fix="pass memory=True to Checkpointer",
             )
-        self._save(step, self._memory)
+        return self._save(step, self._memory)
 
-    def _save(self, step: int, store: Store) -> None:
-        self.wait()
+    def _save(self, step: int, store: Store) -> bool:
+        if self._if_busy == "skip" and self._pending is not None:
+            over = self._process_group or default_group()  # the thread communicates over ours
+            if not all(agree(over, None, self._pending.done())):
+                return False
+        self._end_pending()
         if self._memory is not None and self._number is None:
             self._latest()
         self._number = max((self._number or 0) + 1, time.time_ns())  # a clock may go back, but not behind what it has numbered
@@ -248,6 +261,19 @@ class Checkpointer:
         del state  # the thread drops it when it is written
         if not self._asynchronous:
             self.wait()
+        return True
+
+    def _end_pending(self) -> None:
+        """Wait for the save that is under way, if any, or replace it. Its ranks tell each other, so that none has it if one has not."""
+        if self._if_busy == "replace":
+            self._is_replaced.set()
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if not self._is_replaced.is_set() or REPLACED not in str(error):
+                raise
+        finally:
+            self._is_replaced.clear()
 
     def wait(self) -> None:
         """Wait until the current save, if any, is complete. Raises: CheckpointError if it failed."""
@@ -309,7 +335,8 @@ class Checkpointer:
 
         def prepare() -> tuple[tuple[str, dict[Any, bytes]], DigestingWriter, LatePlanner]:
             name = folder.begin().name if store.leads else ""
-            return (name, value_digests(parts)), DigestingWriter(folder.path, self._number or 0), LatePlanner(own_state)
+            writer = DigestingWriter(folder.path, self._number or 0, self._is_replaced.is_set)
+            return (name, value_digests(parts)), writer, LatePlanner(own_state)
 
         def write(writer: DigestingWriter, planner: LatePlanner) -> None:
             into = folder.path / told[store.leader][0]  # a rank may see the folder at another path

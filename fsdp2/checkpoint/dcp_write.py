@@ -32,6 +32,7 @@ from ..durable import durable_file
 from ..torch_names import torch_dtensors
 from .dcp_read import METADATA, chunk_of
 from .digests import FileDigest, directory_digest, write_digests
+from .failures import failure
 from .file_reading import bytes_of
 from .model_tensors import is_strided, own_pieces
 from .shard_geometry import Box
@@ -81,20 +82,24 @@ def _is_strided(value: Any) -> bool:
     return isinstance(value, DTensor) and any(map(is_strided, value.placements)) and value.device_mesh.get_coordinate() is not None
 
 
+REPLACED = "a later checkpoint has replaced this one, which was not yet complete"
+
+
 class _Written(NamedTuple):
     info: Any
     directory: int | None
 
 
 class DigestingWriter(FileSystemWriter):
-    """Writes one file a rank, and ``number`` among the digests.
+    """Writes one file a rank, and ``number`` among the digests; raises a CheckpointError once it ``is_replaced``.
 
     Memory: of tensors that are not contiguous, or not in host memory, a copy of one at a time
     """
 
-    def __init__(self, path: Path, number: int = 0) -> None:
+    def __init__(self, path: Path, number: int = 0, is_replaced: Callable[[], bool] = bool) -> None:
         super().__init__(path)
         self._number = number
+        self._is_replaced = is_replaced
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
@@ -103,6 +108,8 @@ class DigestingWriter(FileSystemWriter):
             with durable_file(Path(self.path) / name) as file:
                 at = 0
                 for item in plan.items:
+                    if self._is_replaced():
+                        raise failure(REPLACED, expected="that one to be complete", fix="load the latest checkpoint")
                     value: Any = planner.resolve_data(item)  # kept until it is written, because the parts are views of it
                     if item.type == WriteItemType.BYTE_IO:
                         parts = [value.getbuffer()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import pickle
@@ -289,6 +290,59 @@ def test_only_one_save_is_under_way(tmp_path: Path) -> None:
             run.checkpointer.save(step)
         run.checkpointer.close()
     assert events == [f"{what} {step}" for step in (1, 2, 3) for what in ("took", "wrote")]
+
+
+@on_ranks(2, 3)
+def test_a_save_while_one_is_under_way_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
+    run, may_end = Run(tmp_path, if_busy="skip"), threading.Event()
+    write = Checkpointer._write
+
+    def late(*args: Any) -> None:
+        write(*args)
+        assert dist.get_rank() != 1 or may_end.wait(60)  # the other ranks have ended theirs
+
+    with patch.object(Checkpointer, "_write", late):
+        assert run.checkpointer.save(1)
+        if dist.get_rank() != 1:
+            run.checkpointer._pending.result()
+        assert not run.checkpointer.save(2)
+        may_end.set()
+        run.checkpointer.wait()
+        assert run.checkpointer.save(3)
+        run.checkpointer.close()
+    assert names(tmp_path) == ["latest", "step_000001", "step_000003"]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+@on_ranks(2, 3)
+def test_a_save_that_is_replaced_on_one_rank_before_it_is_written_there_is_none_on_all(tmp_path: Path, in_time: bool) -> None:
+    run = Run(tmp_path, if_busy="replace")
+    run.checkpointer.save(1)
+    run.checkpointer.wait()
+    run.step()
+    write, is_first = DigestingWriter.write_data, iter([True])
+
+    def slow(*args: Any) -> Any:
+        written = None if in_time and dist.get_rank() == 1 else write(*args)
+        assert not next(is_first, False) or run.checkpointer._is_replaced.wait(60)
+        return written or write(*args)
+
+    with patch.object(DigestingWriter, "write_data", slow):
+        run.checkpointer.save(2)
+        run.step()
+        state = run.state()
+        assert run.checkpointer.save(3)
+        run.checkpointer.wait()
+    assert names(tmp_path) == ["latest", "step_000001" if in_time else "step_000002", "step_000003"]
+    assert run.checkpointer.load().step == 3
+    assert_same_state(run.state(), state)
+    full = patch.object(os, "writev", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full if dist.get_rank() == 0 else contextlib.nullcontext():
+        run.checkpointer.save(4)
+        run.checkpointer._pending.exception()
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.checkpointer.save(5)
+    run.checkpointer.close()
 
 
 @on_ranks(2)

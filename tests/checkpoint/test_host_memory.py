@@ -344,6 +344,8 @@ def test_without_memory_nothing_can_be_kept(tmp_path: Path) -> None:
 def test_ranks_that_differ_in_memory_and_steps_that_are_none_are_refused_by_the_name_of_the_call(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="rank 1: no memory"):
         Run(tmp_path / "disk", memory=dist.get_rank() == 0)
+    with pytest.raises(ArgumentError, match="rank 1: no memory, if_busy='wait'"):
+        Run(tmp_path / "disk", if_busy="wait" if dist.get_rank() else "skip")
     with pytest.raises(ArgumentError, match="a folder in memory"):
         Run(tmp_path / "disk", memory="")
     with pytest.raises(ArgumentError, match="the folder of the checkpoints on disk"):

@@ -302,6 +302,8 @@ class Store:
 
     leader:    the rank that creates and removes checkpoints in it
     is_locked: whether it is ours to write to
+    latest:    checkpoint, as the leader knows it
+    number:    of the checkpoint that was made last; None: not known yet
     """
 
     num_hosts = 1
@@ -311,6 +313,8 @@ class Store:
         self.leader = leader
         self.leads = rank == leader
         self.is_locked = False
+        self.latest: Path | None = None
+        self.number: int | None = None
 
     def complete(self, into: Path) -> None:
         """After all ranks have written to ``into``. Raises: CheckpointError"""

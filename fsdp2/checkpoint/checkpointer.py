@@ -199,8 +199,6 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
         self._spare: Spare = {}  # of the last asynchronous save; in use while that is pending
-        self._number: int | None = None  # of the newest checkpoint, on disk or in memory; None: not known yet
-        self._found: Path | None = None  # the latest on disk, as rank 0 knows it
         self._closed = False
         # An object that the user forgets to close must not lock other runs out; the thread holds the object until a save is written.
         for store in self._stores:
@@ -248,9 +246,9 @@ class Checkpointer:
             if not all(agree(over, None, self._pending.done())):
                 return False
         self._end_pending()
-        if self._memory is not None and self._number is None:
+        if self._memory is not None and self._disk.number is None:
             self._latest()
-        self._number = max((self._number or 0) + 1, time.time_ns())  # a clock may go back, but not behind what it has numbered
+        store.number = max(*(each.number or 0 for each in self._stores), time.time_ns() - 1) + 1  # a clock may go back
         with torch.inference_mode(False), torch.no_grad():
             state = self._state_of_every_rank(step, store)
         if not store.is_locked:
@@ -301,7 +299,7 @@ class Checkpointer:
             headline = f"Checkpointer.{'save' if store is self._disk else 'keep'} got step {step!r}"[:300]
             raise ArgumentError(headline, expected="an int, 0 or more", fix="pass int(step)")
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        latest = self._found if rank == 0 and store is not self._disk else None  # not looked for: the disk may be failing
+        latest = self._disk.latest if rank == 0 and store is not self._disk else None  # not looked for: the disk may be failing
         if latest is not None and step_of(latest) > step:
             raise ArgumentError(
                 f"Checkpointer.keep got step {step}, and {latest} is of a later step, which load takes if memory is lost",
@@ -335,7 +333,7 @@ class Checkpointer:
 
         def prepare() -> tuple[tuple[str, dict[Any, bytes]], DigestingWriter, LatePlanner]:
             name = folder.begin().name if store.leads else ""
-            writer = DigestingWriter(folder.path, self._number or 0, self._is_replaced.is_set)
+            writer = DigestingWriter(folder.path, store.number or 0, self._is_replaced.is_set)
             return (name, value_digests(parts)), writer, LatePlanner(own_state)
 
         def write(writer: DigestingWriter, planner: LatePlanner) -> None:
@@ -343,8 +341,7 @@ class Checkpointer:
             dcp_save(state, checkpoint_id=into, storage_writer=writer, planner=planner, process_group=self._group)
             store.complete(into)  # DCP knows that every rank has written all of it
             if store.leads:
-                final = folder.commit(step)
-                self._found = final if store is self._disk else self._found
+                store.latest = folder.commit(step)
 
         unpruned: FSDPError | None = None
         try:
@@ -384,7 +381,7 @@ class Checkpointer:
             return found, number_of(read_digests(found)) if found is not None and self._memory is not None else 0
 
         found, number = from_rank_0(self._group, f"cannot read {self._disk.folder.path}", on_disk)
-        self._found, self._number = found, max(self._number or 0, number)
+        self._disk.latest, self._disk.number = found, number
         try:
             kept = self._memory.newest() if self._memory is not None else None
         except LostRankError:
@@ -392,7 +389,8 @@ class Checkpointer:
         except CheckpointError as error:
             self._warn_of("what was kept in memory", error, found)
             return None, found
-        self._number = max(self._number, kept.number if kept is not None else 0)
+        if kept is not None and self._memory is not None:
+            self._memory.number = kept.number
         if kept is None or kept.number < number:
             return None, found
         if kept.missing:

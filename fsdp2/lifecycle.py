@@ -11,12 +11,16 @@ import contextlib
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from .errors import OrderError
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 class UntilStopped:
     """A subclass overrides ``_begin``; where that raises, what it has added so far is undone."""
+
+    _has_ended = False
 
     def __init__(self) -> None:
         with contextlib.ExitStack() as undo:
@@ -29,10 +33,18 @@ class UntilStopped:
 
     def stop(self) -> None:
         """End it: its hooks are removed, its files closed. A second call does nothing."""
-        self._undo.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
+        if self._has_ended:
+            name = type(self).__name__
+            raise OrderError(
+                f"with {name}: it has ended before the block begins",
+                expected=f"a {name} that runs, or a new one",
+                fix="make it in the with statement itself: it begins there, and ends with the block",
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._has_ended = True
         self._undo.__exit__(kind, error, traceback)

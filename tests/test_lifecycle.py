@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import os
 import signal
 import sys
@@ -21,6 +21,7 @@ from torch import nn
 import fsdp2
 from fsdp2 import doctor
 from fsdp2.core.comm import collective_log
+from fsdp2.errors import OrderError
 from fsdp2.inspect import events
 from fsdp2.lifecycle import UntilStopped
 from fsdp2.torch_names import torch_autograd
@@ -68,6 +69,13 @@ def after_an_error(begin: Begin, step: Begin) -> None:
     running.stop()
 
 
+def stopped_before_its_block(begin: Begin, step: Begin) -> None:
+    running = begin()
+    running.stop()
+    with pytest.raises(OrderError, match="has ended before the block begins"), running:
+        step()
+
+
 def two_that_end_in_the_order_in_which_they_began(begin: Begin, step: Begin) -> None:
     first, second = begin(), begin()
     step()
@@ -101,6 +109,7 @@ WAYS = [
     stopped_twice,
     of_a_block,
     stopped_within_its_block,
+    stopped_before_its_block,
     after_an_error,
     two_that_end_in_the_order_in_which_they_began,
     where_the_beginning_fails,
@@ -160,11 +169,11 @@ def test_nothing_is_left_of_what_ran_until_it_was_stopped(world_size):
         optimizer.step()
         optimizer.zero_grad()
 
-    folder = folder_for_all()
+    folder, number = folder_for_all(), itertools.count()
     step()
     left = {}
     for kind, begins in KINDS.items():
-        begin = functools.partial(begins, folder, model, optimizer)
+        begin = lambda begins=begins: begins(folder / str(next(number)), model, optimizer)  # noqa: E731
         stopped_twice(begin, step)  # what a first use loads stays
         for way in WAYS:
             before = state_of(model, optimizer)

@@ -42,7 +42,8 @@ class ledger(StepLines):  # noqa: N801 (called as a function is)
     plan:       the prediction of ``fsdp2.plan``; ``fsdp2 report`` draws it next to the measurements
     findings:   of ``doctor.check``, a ``doctor.watch`` (its ``report`` when the ledger stops), or several of both, for the report
     Collective: no; without it nothing is counted, and a step asks a module attribute where it would be
-    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers
+    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers; OrderError while another
+                ledger writes into ``folder``
 
     Example:
         with fsdp2.ledger(folder, model, optimizer, tokens=4 * 16):

@@ -31,7 +31,8 @@ class record(StepLines, Listener):  # noqa: N801 (called as a function is)
     every:      record the first step, and each of this number
     first_step: number of the step that comes first; of a run that goes on, the next one
     Collective: no. In a recorded step each rank reads all gathered parameters once, and its shards twice
-    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers, or an ``every`` below 1
+    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers, or an ``every`` below 1;
+                OrderError while another recording writes into ``folder``
 
     Example:
         with fsdp2.record(folder, model, optimizer):

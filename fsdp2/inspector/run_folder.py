@@ -10,6 +10,8 @@ run/
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..durable import replaced_file
-from ..errors import ArgumentError
+from ..errors import ArgumentError, OrderError
 from .expected import misfit
 
 Values = dict[str, Any]
@@ -29,14 +31,36 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _refuse_if_open(path)
         path.unlink(missing_ok=True)  # of an earlier run; or a link, through which another file would be written
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, values: Values) -> None:
         os.write(self._file, (json.dumps(values, separators=(",", ":")) + "\n").encode())
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # forks have the open file, too, and would keep its lock
         os.close(self._file)
+
+
+def _refuse_if_open(path: Path) -> None:
+    """Raises: OrderError if somebody writes lines into the file at ``path``, which a second one would remove unseen"""
+    if not path.is_file() or path.is_symlink():
+        return
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OrderError(
+                f"{path} is being written by another {path.name.split('.')[0]}, of this program or another",
+                expected="one at a time for each rank and folder",
+                fix="stop() that one first, or give each a folder of its own",
+            ) from None
+        except OSError:  # the file system has no locks
+            pass
 
 
 def read_lines(path: Path, shape: Any) -> list[Values]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ import fsdp2
 from fsdp2 import doctor
 from fsdp2.arguments import COUNT
 from fsdp2.core.comm import collective_log
-from fsdp2.errors import ArgumentError, DoctorWarning
+from fsdp2.errors import ArgumentError, DoctorWarning, OrderError
 from fsdp2.inspect import events
 from fsdp2.inspector.expected import LEDGER_LINE
 from fsdp2.inspector.meter import Meter
@@ -83,6 +86,31 @@ def test_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(ArgumentError, match="a folder"):
         fsdp2.ledger(tmp_path / "run", nn.Linear(2, 2))
+
+
+WRITES_BESIDE = """
+import sys
+from pathlib import Path
+from fsdp2.inspector.run_folder import Lines
+Lines(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["ledger", "record"])
+@on_ranks(2)
+def test_a_second_one_in_the_same_folder_is_refused_while_the_first_writes(kind):
+    """The second removed the file of the first, whose lines were lost."""
+    model, optimizer, step = training(WIDTH)
+    begin = functools.partial(getattr(fsdp2, kind), folder_for_all(), model, optimizer)
+    with begin() as first:
+        path = first.folder / f"{kind}.rank{dist.get_rank()}.jsonl"
+        with pytest.raises(OrderError, match=f"being written by another {kind}"):
+            begin()
+        beside = subprocess.run([sys.executable, "-c", WRITES_BESIDE, path], capture_output=True, text=True)
+        assert f"being written by another {kind}" in beside.stderr
+        step()
+    assert len(path.read_text().splitlines()) == 1
+    begin().stop()  # an earlier run's lines are dropped
 
 
 def test_of_a_line_that_was_cut_off_nothing_is_read(tmp_path):

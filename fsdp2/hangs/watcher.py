@@ -36,6 +36,7 @@ from .explanation import explain, own_account
 from .patience import Patience, Sign
 from .report import MainThread, Report, cpu_time_of_main_thread, report_of
 
+_END = "end"  # what the judge asks for last
 _LEFT = "left"  # begins the sign of a rank that watches no longer; why it left follows
 
 PATIENCE_WITH_ANSWERS = 10.0
@@ -86,24 +87,19 @@ class Watchdog:
         self._answered = 0  # the last ask that this rank has answered
         self._ask: Ask | None = None
         self._left: dict[int, str] = {}  # ranks that have stopped to watch, and why
-        # The judge ends last: else the others would find broken connections instead of its message.
-        self._looks_to_end: int | None = None
+        self._ends_after: tuple[float, set[int]] | None = None  # the judge, once it has explained a hang: when, or which ranks
 
     def look(self) -> None:
         """Write a sign, answer asks, and judge the others' signs. Local: it never waits for another rank."""
         now = self._clock()
         self._looks += 1
-        if self._looks_to_end is not None:
-            self._looks_to_end -= 1
-            if self._looks_to_end == 0:
-                self._end()
+        if self._ends_after is not None:
+            self._end_last(now, *self._ends_after)
             return
         own = Sign(self._looks, self._log.moves, self._looks if self._log.at_disk else self._main_thread.at())
         try:
             self._write(f"sign/{self.rank}", f"{own.looks} {own.moves} {own.at}")
             self._answer()
-            if self._read("end") is not None:
-                self._end()
             self._patience.hear(self._signs_to_judge(), self._left, now)
             if self._judge_rank == self.rank:
                 self._judge(now)
@@ -117,7 +113,8 @@ class Watchdog:
 
     def listen(self) -> None:
         """Answer asks, and explain upon a user's ask. Local; it makes one request to the store, the judge a few."""
-        if self._looks_to_end is not None:
+        if self._ends_after is not None:
+            self._end_last(self._clock(), *self._ends_after)
             return
         with contextlib.suppress(RuntimeError):  # the store is gone: the next look reports it
             self._answer()
@@ -133,7 +130,7 @@ class Watchdog:
     def is_ending(self) -> bool:
         """Whether the judge has explained a hang, and all ranks are going to end."""
         try:
-            return self._looks_to_end is not None or self._read("end") is not None
+            return self._ends_after is not None or self._read("ask") == _END
         except RuntimeError:
             return False
 
@@ -170,9 +167,12 @@ class Watchdog:
         return self._signs(range(self._world_size))
 
     def _answer(self) -> None:
-        """Answer the judge's ask, once."""
+        """Answer the judge's ask, once; end where it says so."""
         asked = self._read("ask")
-        if asked is not None and int(asked) != self._answered:
+        if asked == _END:
+            self.leave()
+            self._end()
+        elif asked is not None and int(asked) != self._answered:
             self._answered = int(asked)
             self._write(f"report/{asked}/{self.rank}", report_of(self.rank, self._log).to_json())
 
@@ -205,18 +205,25 @@ class Watchdog:
         """Print the explanation if all reports have arrived, or time is over."""
         told = {rank: self._read(f"report/{ask.number}/{rank}") for rank in range(self._world_size)}
         reports = {rank: Report.from_json(text) for rank, text in told.items() if text is not None}
-        if len(reports) < self._world_size - len(self._left) and now < ask.until:
-            return
-        self._ask = None
         silent = {rank: self._patience.silent_for(rank, now) for rank in range(self._world_size) if rank not in reports}
         gone = lost_ranks() if silent else {}
+        if now < ask.until and not all(rank in self._left or rank in gone for rank in silent):
+            return
+        self._ask = None
         text = f"fsdp2.watchdog: {ask.why}\n{explain(reports, self._world_size, silent, self._left, gone)}"
         self._tell(text)
         if ask.ends:
-            self._write("end", "1")
-            self._looks_to_end = 3
+            self._write("ask", _END)
+            self._ends_after = now + self._patience.timeout / 4, reports.keys() - {self.rank}
         else:
             self._write("given", str(self._wanted))
+
+    def _end_last(self, now: float, until: float, others: set[int]) -> None:
+        """Once the others have left: they would find broken connections instead of the judge's message."""
+        with contextlib.suppress(RuntimeError):
+            if now < until and self._signs(others):
+                return
+        self._end()
 
     # --- the others ---
 

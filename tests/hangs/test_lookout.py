@@ -60,6 +60,21 @@ fsdp2.watchdog(timeout=1e-3, patience=1000)  # and never stopped
 """
 
 
+DETAIL_PROGRAM = """
+import threading
+from datetime import timedelta
+import torch.distributed as dist
+from torch import nn
+import fsdp2
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+model = fsdp2.fully_shard(nn.Linear(4, 4))
+if dist.get_rank() == 0:
+    model.weight.full_tensor()  # on rank 0 alone
+threading.Event().wait()
+"""
+
+
 def sharded() -> nn.Module:
     torch.manual_seed(0)
     return fsdp2.fully_shard(nn.Linear(4, 4))
@@ -221,14 +236,24 @@ def test_times_that_are_none_are_refused(wrong):
     assert Limits.ends is None
 
 
+def under_torchrun(program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_under_torchs_own_comparison_and_a_timeout_the_traceback_ends_in_the_line_of_the_rank_that_called_alone(tmp_path: Path):
+    """As docs/hangs.md says. Without the timeout it hangs for half an hour."""
+    done = under_torchrun(DETAIL_PROGRAM, tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert done.returncode != 0
+    assert "model.weight.full_tensor()  # on rank 0 alone" in done.stderr
+
+
 @pytest.mark.slow
 def test_under_torchrun_the_waiting_rank_ends_with_the_explanation(tmp_path: Path):
-    program = tmp_path / "train.py"
-    program.write_text(PROGRAM)
-    path = os.pathsep.join(sys.path)
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = under_torchrun(PROGRAM, tmp_path)
     assert done.returncode != 0
     assert re.search(r"fsdp2: rank 0 has waited for [\d.]+ s in full_state_dict", done.stderr)
     assert "in something_else" in done.stderr
@@ -238,7 +263,5 @@ def test_under_torchrun_the_waiting_rank_ends_with_the_explanation(tmp_path: Pat
 @pytest.mark.slow
 def test_a_program_may_end_while_threads_ask_the_store(tmp_path: Path) -> None:
     """Python unwinds a daemon thread that is inside of C++ by force, which aborts the process: 3 of 4 such programs died so."""
-    (tmp_path / "program.py").write_text(ENDING_PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    done = under_torchrun(ENDING_PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.core.comm import collective_log
 from fsdp2.core.modules.optimizer_steps import STEPS
-from fsdp2.hangs import background
+from fsdp2.hangs import background, watcher
 from fsdp2.hangs.background import EXIT_STATUS
 from fsdp2.hangs.watcher import Watchdog
 from fsdp2.inspect import events
@@ -209,6 +209,53 @@ def test_an_ask_is_answered_between_looks_without_the_ranks_that_do_not_answer_i
             clock.now += 11
             dog.listen()
             assert "rank 1 does not answer" in said[1]
+        dist.barrier()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank_1", ["answers", "is lost"])
+def test_nobody_waits_for_a_rank_that_is_lost_and_the_judge_ends_once_the_others_have(rank_1):
+    """It waited half a timeout for the answer of a rank that was known to be gone, and three tenths before it ended."""
+    store, clock, said, ended = store_of(f"ends {rank_1}"), Clock(), [], []
+    with (
+        events.switched_on(lambda: 1) as log,
+        patch.object(watcher, "lost_ranks", lambda: {1: "it has ended"} if rank_1 == "is lost" else {}),
+    ):
+        dog = Watchdog(
+            store_of(f"dog that ends {rank_1}"), log, 60, 600, clock=clock, tell=said.append, end=lambda: ended.append(clock.now)
+        )
+        dog.look()
+        dist.barrier()
+        if dist.get_rank() == 1 and rank_1 == "answers":
+            for heard in ("asked", "explained"):
+                store.wait([heard])
+                dog.listen()
+                store.set(f"has heard {heard}", "")
+            assert ended == [0]
+        elif dist.get_rank() == 0:
+
+            def look_until_told() -> None:
+                while not said and clock.now < 6000:
+                    looks.append(0 if dog._ask is None else looks[-1] + 1)
+                    clock.now += 6
+                    dog.look()
+                    if rank_1 == "answers" and dog._ask is not None:
+                        store.set("asked", "")
+                        store.wait(["has heard asked"])
+
+            looks = [0]  # since the judge has asked
+            thread = threading.Thread(target=look_until_told)
+            thread.start()
+            thread.join()  # the main thread waits
+            assert "nothing has moved" in said[0]
+            assert looks[-1] == 1
+            if rank_1 == "answers":
+                dog.listen()
+                assert ended == []
+                store.set("explained", "")
+                store.wait(["has heard explained"])
+            dog.listen()
+            assert ended == [clock.now]
         dist.barrier()
 
 

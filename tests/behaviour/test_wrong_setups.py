@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
@@ -113,8 +114,12 @@ def two_layers(difference: str = "none", mesh: Any = None) -> nn.Module:
         last.bias.requires_grad_(False)
     model = nn.Sequential(nn.Linear(7, 7), last)
     for module in (*model, model):
-        policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if differs and difference == "policy" else None)
-        fully_shard(module, mesh=mesh or cpu_mesh(), mp_policy=policy)
+        policy = fsdp2.MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if differs and difference == "policy" else None,
+            reduce_dtype=torch.bfloat16 if differs and difference == "reduction" else None,
+        )
+        last_dim = (lambda param: Shard(param.ndim - 1)) if differs and difference == "placement" else None
+        fully_shard(module, mesh=mesh or cpu_mesh(), mp_policy=policy, shard_placement_fn=last_dim)
     return model
 
 
@@ -129,6 +134,7 @@ def test_models_that_differ_between_ranks_are_refused_before_the_first_gather_by
         return stores[-1]
 
     found = {"shape": "1.weight", "missing": "1.bias", "dtype": "1.weight", "policy": "0.weight", "frozen": "1.bias"}
+    found |= {"reduction": "0.weight", "placement": "0.weight"}
     with mock.patch.object(same_models.torch_collectives, "keys_of_the_store", keys_of_the_store):
         for difference, name in found.items():
             with pytest.raises(fsdp2.ModuleError) as caught:
@@ -143,6 +149,22 @@ def test_models_that_differ_between_ranks_are_refused_before_the_first_gather_by
         for _ in range(2):
             model(X).sum().backward()
         assert [store.requests for store in stores] == [3]  # write, look, read
+
+
+@on_ranks(2)
+def test_a_parameter_that_one_rank_freezes_between_steps_is_refused_by_name_on_all():
+    """Symptom: gloo aborted a process, or rank 1 hung: their reductions had other sizes."""
+    model = two_layers()
+    for freezes in (False, True, False):
+        if dist.get_rank() == 1:
+            model[1].bias.requires_grad_(not freezes)
+        loss = model(X).sum()
+        if freezes:
+            with pytest.raises(OrderError, match=r"(?s)1 parameters have requires_grad.*\n  1.bias: frozen on ranks \[1\]"):
+                loss.backward()
+            model.reset_iter_state()
+        else:
+            loss.backward()
 
 
 @on_ranks(1)

@@ -227,6 +227,11 @@ REFUSED = {
         Node("e", "bare"),
         dim=6,
     ),
+    "what a unit is called with twice needs a gradient on one rank alone, which gathered it twice, where the other hung": Program(
+        root=Node("root", children=(Node("a", "bare", skip="rank"), Node("d", "bare", unit=Unit())), unit=Unit()),
+        steps=(Step((Micro(forwards=2, order="sum"),)),),
+        unused=True,
+    ),
 }
 
 

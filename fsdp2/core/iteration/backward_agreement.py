@@ -22,7 +22,7 @@ Worked example, units 0 (the root), 1 and 2 of one group each, sharded; rank 0 d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -56,6 +56,7 @@ _SAID = (
 class _Part(NamedTuple):
     """What a backward does with one root: unit by unit, and group by group or ``GATHER``.
 
+    trainable:  of each group that it may reduce, the bits that say which parameters are
     timed:      with moments of forward; a backward reaches the latest first
     ends:       reduced when the graph has run
     recomputed: for each forward whose recomputation may gather in another order: the calls that it reaches
@@ -64,6 +65,7 @@ class _Part(NamedTuple):
     """
 
     root: Agreement
+    trainable: dict[tuple[int, int], int]
     timed: list[tuple[int, int, int]]
     ends: list[tuple[int, int]]
     recomputed: list[list[int]]
@@ -74,6 +76,7 @@ class _Part(NamedTuple):
 class _Order(NamedTuple):
     """What a rank's backward does with all roots: see ``_Part``. roots: in the order that it reaches and ends them"""
 
+    trainable: dict[_Key, int]
     roots: list[int]
     in_graph: list[_Key]
     at_end: list[_Key]
@@ -84,7 +87,8 @@ class _Order(NamedTuple):
         at_end = {*self.at_end, *ends}.difference(self.in_graph)
         place = {root: index for index, root in enumerate(self.roots)}
         at_end_in_order = sorted(at_end, key=lambda key: (place.get(key[0], len(place)), key[0], -key[1], -key[2]))
-        return [*self.in_graph, *at_end_in_order], self.recomputed
+        order = [*self.in_graph, *at_end_in_order]
+        return order, [self.trainable.get(key) for key in order], self.recomputed
 
     def way_of(self, key: _Key) -> int:
         """What of ``_SAID`` it does with ``key``."""
@@ -181,7 +185,7 @@ class Agreement:
 
     def _part(self, is_first: bool = False) -> _Part:
         """What the backward that has just begun does with this root. is_first: no other root is reached earlier"""
-        part = _Part(self, [], [], [], -1, -1)
+        part = _Part(self, {}, [], [], [], -1, -1)
         reached_in: list[Call] = []
         reached: set[ParamGroup] = set()
         all_logs = self._logs()
@@ -197,7 +201,8 @@ class Agreement:
             reached_in += calls
             reached.update(self._uses[unit])
             if self._gathers(unit):
-                part.timed.extend((call.left, index, GATHER) for call in calls)
+                gathered = _gathered(logged) if all_logs else calls
+                part.timed.extend((call.left, index, GATHER) for call in gathered)
             if all(call.has_inputs or call.graph() for call in calls) and not unit.calls.to_rerun:
                 at = min(call.entered for call in calls)
                 # A group that other units borrow is reduced at the end, whichever of its units the backward reached.
@@ -205,7 +210,13 @@ class Agreement:
                 part.timed.extend((at, index, place) for place in own)
         in_graph = {(index, place) for _, index, place in part.timed}
         for index, unit in enumerate(self._units):
-            due = [place for place, group in self._reduced(unit).items() if group in reached or group.gradients.is_due]
+            reduced = self._reduced(unit)
+            for place, group in reduced.items():
+                bits = 1
+                for param in group.params:
+                    bits = 2 * bits + param.sharded.requires_grad
+                part.trainable[index, place] = bits
+            due = [place for place, group in reduced.items() if group in reached or group.gradients.is_due]
             part.ends.extend((index, place) for place in due if (index, place) not in in_graph)
         differ = [log for log in logs if log.gathers_in_other_order(self._gathers)]
         return part._replace(
@@ -265,6 +276,7 @@ class Agreement:
         parts.sort(key=lambda part: (part.root is not self, -part.left))
         timed = sorted(((at, part.root.number, *what) for part in parts for at, *what in part.timed), reverse=True)
         mine = _Order(
+            trainable={(part.root.number, *key): bits for part in parts for key, bits in part.trainable.items()},
             roots=[part.root.number for part in parts],
             in_graph=[(root, index, place) for _, root, index, place in timed],
             at_end=[(part.root.number, *end) for part in parts for end in part.ends],
@@ -303,6 +315,13 @@ class Agreement:
                 name = roots[root]._name_of(index, has_others) if root in roots else "a root that this rank has not run"
                 said = [f"the backward of ranks {each} {_SAID[way]}" for way, each in sorted(ranks.items())]
                 items[root, index] = f"{name}: {'; '.join(said)}"
+        if not items and (toggled := self._toggled(roots, orders)):
+            raise OrderError(
+                f"{len(toggled)} parameters have requires_grad on some ranks alone",
+                items=toggled,
+                expected="on all ranks the same parameters to be trained",
+                fix="call requires_grad_() on all ranks, before the forward; go on after reset_iter_state()",
+            )
         if not items and any(order.recomputed for order in orders.values()):
             raise OrderError(
                 "the losses of ranks make them recompute different checkpointed segments, of several units each",
@@ -319,10 +338,37 @@ class Agreement:
             fix=f"{FIX}; go on after reset_iter_state()",
         )
 
+    def _toggled(self, roots: Mapping[int, Agreement], orders: Mapping[int, _Order]) -> list[str]:
+        found = []
+        for key in sorted(set.intersection(*(set(order.trainable) for order in orders.values()))):
+            root, index, place = key
+            params = roots[root]._units[index].groups[place].params if root in roots else []
+            for at, param in enumerate(reversed(params)):
+                frozen = [rank for rank, order in sorted(orders.items()) if not order.trainable[key] >> at & 1]
+                if 0 < len(frozen) < len(orders):
+                    found.append(f"{param.fqn}: frozen on ranks {frozen}, trained on the others")
+        return found
+
     def _name_of(self, index: int, has_others: bool) -> str:
         unit = self._units[index]
         root = f"the root {type(self._all_units[0].modules[0]).__name__}" if has_others else "the root"
         return f"{unit.fqn} of {root}" if unit.fqn and has_others else unit.fqn or root
+
+
+def _gathered(calls: Iterable[Call]) -> Iterator[Call]:
+    """Those of ``calls`` for which a backward gathers their unit: it reshards behind the inputs of all begun ones.
+
+    It does not notice that where no input needs a gradient, which may be so on some ranks only.
+    """
+    begun: set[Call] = set()
+    moments = [(call.left, call) for call in calls] + [(call.entered, call) for call in calls if call.has_inputs]
+    for _, call in sorted(moments, key=lambda moment: -moment[0]):
+        if call in begun:
+            begun.remove(call)
+        else:
+            if not begun:
+                yield call
+            begun.add(call)
 
 
 def _reduces(unit: Unit, group: ParamGroup) -> bool:

@@ -51,7 +51,8 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
     facts = [
         (
             param.fqn,
-            f"{tuple(param.sharded.shape)}, {param.dtype}, gathered in {group.plan.param_dtype}"
+            f"{tuple(param.sharded.shape)}, {param.dtype}, gathered in {group.plan.param_dtype}, "
+            f"reduced in {group.plan.reduce_dtype}, cut as {param.spec.sharded.placements}"
             + ("" if param.sharded.requires_grad else ", frozen")
             + (", optional" if unit.options.optional else ""),
         )
@@ -85,6 +86,6 @@ def _compare(neighbor: int, theirs: Sequence[Sequence[str]], rank: int, ours: Se
                 items=[
                     f"rank {number}: {': '.join(fact)}" for number, fact in sorted([(neighbor, their), (rank, our)])
                 ],
-                expected="on all ranks the same shapes, dtypes and requires_grad, in the same order",
+                expected="on all ranks the same shapes, dtypes, placements and requires_grad, in the same order",
                 fix="build the same model on every rank, and call fully_shard on the same modules",
             )

@@ -292,6 +292,8 @@ class Schedule:
             return self.backward
         tree = self.tree
         late_comparison.compare()
+        for group in tree.iteration.unsharded:
+            group.take_over_toggles()
         if self.agreement is not None and not torch_autograd.functorch_is_active():
             self.agreement.check()
         at_end = functools.partial(self.end_of_backward)
@@ -304,8 +306,6 @@ class Schedule:
                 fix="leave torch._dynamo.config.compiled_autograd off; fsdp2.compile(model) has all of backward in one "
                 "graph",
             )
-        for group in tree.iteration.unsharded:
-            group.take_over_toggles()
         logs = self.alive_logs()
         if logs or self._logs_forwards or self._is_guarded:
             self.backward = LoggedBackward(tree, task, at_end, logs)

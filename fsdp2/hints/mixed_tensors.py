@@ -25,7 +25,7 @@ from ..errors import message
 
 _TORCHS_WORDS = "got mixed torch.Tensor and DTensor"
 _EXPLAINED = "a sharded parameter met a plain tensor"
-_NOT_A_METHOD_OF_THE_USER = ("_call_impl", "_wrapped_call_impl", "__call__", "forward", "<lambda>")
+_NOT_A_METHOD_OF_THE_USER = ("_call_impl", "_wrapped_call_impl", "__call__", "forward")
 
 
 def explain_mixed_tensors(error: BaseException | None) -> None:
@@ -67,7 +67,8 @@ def _cause(found: ShardedParam, frames: list[types.FrameType]) -> _Cause:
     for frame in frames:
         module = frame.f_locals.get("self")
         name = frame.f_code.co_name
-        if isinstance(module, nn.Module) and unit_of(module) is unit and name not in _NOT_A_METHOD_OF_THE_USER:
+        is_method = isinstance(module, nn.Module) and (hasattr(type(module), name) or name in vars(module))
+        if is_method and unit_of(module) is unit and name not in _NOT_A_METHOD_OF_THE_USER:  # other functions have a self, too
             return _Cause(
                 f"{owner}.{name} of {place} uses it; forward gathers a module's parameters, other methods do not",
                 f'fsdp2.register_fsdp_forward_method(module, "{name}") on that module, after fully_shard',

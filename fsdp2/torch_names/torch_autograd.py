@@ -101,7 +101,8 @@ def caller_of_hooks() -> types.FrameType | None:
     return frame
 
 
-_HOOKS = ("fsdp2.core.", "fsdp2.torch_names.", "torch._dynamo.")  # not by paths: anybody may have such a one
+# Not by paths: anybody may have such a one.
+_HOOKS = ("fsdp2.core.", "fsdp2.torch_names.", "fsdp2.clients.memory_tracker", "torch._dynamo.", "torch.distributed._tools.")
 
 
 def a_module_has_failed() -> bool:

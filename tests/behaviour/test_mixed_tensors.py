@@ -67,6 +67,21 @@ def test_the_error_names_parameter_cause_and_fix(way, cause, fix):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("asks", ["a lambda", "a function"])
+def test_the_fix_names_no_function_that_is_no_method(asks):
+    """A hook that runs before ours: the fix named ``inner``, a function within torch's that calls hooks."""
+    model = fsdp2.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(2))
+
+    def inner(self, args):
+        return self.weight @ args[0]
+
+    model.register_forward_pre_hook(inner if asks == "a function" else lambda self, args: self.weight @ args[0], prepend=True)
+    with pytest.raises(RuntimeError, match="a sharded parameter met a plain tensor") as caught:
+        model(torch.ones(4, 4))
+    assert "Linear uses it, while the forward of its unit" in str(caught.value)
+
+
+@on_ranks(2)
 def test_errors_about_other_tensors_stay_as_they_are():
     model = nn.Sequential(nn.Linear(4, 4))
     fsdp2.fully_shard(model, mesh=cpu_mesh(2))

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -151,6 +152,22 @@ def test_an_exception_and_a_reset_leave_no_trace(cls, where, after):
         assert_clean(model)
         assert all(param.grad is None for param in model.parameters())
         assert_trains_bitwise_as(model, reference, batches(2))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, False, None])
+def test_a_forward_that_fails_under_the_memory_tracker_ends_as_without_it(after):
+    """Its hooks run ours: a failed forward ended like one that had returned None, and its error was not explained."""
+    model, reference = make(Fails, after)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert_trains_bitwise_as(model, reference, batches(1))
+    explained: list[str] = []
+    unit = type(model._get_fsdp_state())
+    with FSDPMemTracker(model, optimizer), mock.patch.object(unit, "explain", lambda self, error: explained.append(str(error))):
+        fail(model, own_chunk(batches(1, seed=5)[0]), "forward")
+    assert explained == ["trap"]
+    assert_clean(model)
+    assert_trains_bitwise_as(model, reference, batches(2))
 
 
 @on_ranks(1, 3)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 from fsdp2.cli import main
 from fsdp2.errors import ArgumentError, MeshError
 from fsdp2.planner import search as searching
+from fsdp2.planner import search_command
 from fsdp2.planner.api import plan_of
 from fsdp2.planner.duration import Duration
 from fsdp2.planner.memory import Memory, Peak
@@ -229,3 +233,15 @@ def test_a_search_proposes_to_save_what_is_slow_to_compute_again_and_prints_json
     printed = json.loads(capsys.readouterr().out)
     assert printed["memory"]["peak"]["nbytes"] > printed["state"]["optimizer"] > 0
     assert printed["setting"]["param_dtype"] == "torch.bfloat16"
+
+
+@pytest.mark.parametrize(("kind", "said"), [("terminal", ["1", "2", "3"]), ("file", ["2"]), ("quiet", [])])
+def test_a_search_says_which_setting_it_tries_also_where_its_error_output_is_no_terminal(kind, said, monkeypatch, capsys):
+    clock = mock.Mock(monotonic=mock.Mock(return_value=0.0))
+    monkeypatch.setattr(search_command, "time", clock)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: kind == "terminal")
+    with search_command._progress(kind == "quiet") as on_candidate:
+        for number, seconds in enumerate((0.5, 2.0, 11.0, 12.0)):
+            clock.monotonic.return_value = seconds
+            on_candidate(number, {})
+    assert re.findall(r"tried (\d) settings; now: as asked", capsys.readouterr().err) == said

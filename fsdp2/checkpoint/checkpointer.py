@@ -118,9 +118,9 @@ class Checkpointer:
     data:          each rank's position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict
     keep_last:     how many checkpoints to keep; None for all. While one is being written there is one more
     asynchronous:  False: ``save`` returns when the checkpoint is complete
-    if_busy:       what ``save`` and ``keep`` do while one is being written, on all ranks alike: "wait" for it; "replace" it, so that it
-                   never becomes a checkpoint, unless it is complete by then; or "skip" the new one (the ranks agree on this first).
-                   After ``wait`` nothing is being written
+    if_busy:       what ``save`` and ``keep`` do while one is being written, the same on all ranks: "wait" for it; "replace" it, so that
+                   it never becomes a checkpoint, unless it is complete by then; or "skip" the new one (the ranks agree on this
+                   first). After ``wait`` nothing is being written
     memory:        where ``keep`` puts checkpoints that outlive the processes: True for shared memory of each host, until the process
                    that started this one ends (torchrun's agent) or this is closed; or a folder in memory, not that of the checkpoints
     process_group: the ranks that train this model; None: all

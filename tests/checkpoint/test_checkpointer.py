@@ -320,10 +320,11 @@ def test_a_save_that_is_replaced_on_one_rank_before_it_is_written_there_is_none_
     run.checkpointer.save(1)
     run.checkpointer.wait()
     run.step()
-    write, is_first = DigestingWriter.write_data, iter([True])
+    write, is_first, may_be_replaced = DigestingWriter.write_data, iter([True]), threading.Event()
 
     def slow(*args: Any) -> Any:
         written = None if in_time and dist.get_rank() == 1 else write(*args)
+        may_be_replaced.set()
         assert not next(is_first, False) or run.checkpointer._is_replaced.wait(60)
         return written or write(*args)
 
@@ -331,6 +332,7 @@ def test_a_save_that_is_replaced_on_one_rank_before_it_is_written_there_is_none_
         run.checkpointer.save(2)
         run.step()
         state = run.state()
+        assert may_be_replaced.wait(60)
         assert run.checkpointer.save(3)
         run.checkpointer.wait()
     assert names(tmp_path) == ["latest", "step_000001" if in_time else "step_000002", "step_000003"]

@@ -229,7 +229,7 @@ def _spread_over(like: Tensor) -> _Spread:
     if mesh.get_coordinate() is None:
         raise ArgumentError(
             f"clip_grad_norm_ got a DTensor {tuple(like.shape)} on a mesh that this rank is not part of: {mesh}",
-            expected="tensors of which this rank has a piece",
+            expected="tensors that this rank has a piece of",
             fix="pass each rank the parameters of the meshes that it is in",
         )
     axes = [

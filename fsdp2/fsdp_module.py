@@ -381,7 +381,7 @@ class FSDPModule(_Module):
 
         forward:    0: none
         backward:   None: as in forward
-        max_nbytes: of the unsharded parameters that are gathered ahead; the next module is gathered whatever its size
+        max_nbytes: of the unsharded parameters that are gathered ahead; the next module is always gathered, even if it is larger
 
         Example:
             model.set_prefetch_depth(2, max_nbytes=4 << 30)
@@ -524,7 +524,7 @@ class FSDPModule(_Module):
                     gradients.choose(comm=gradients.options.comm.over(gradients.options.process_group or shard_group))
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice.
+        """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, and the input is a slice of it.
 
         Collective: no; all ranks must make the call.
         Raises:     ArgumentError for a module whose groups communicate over different meshes

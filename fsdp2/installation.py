@@ -156,7 +156,7 @@ def uninstall() -> None:
 
 
 def _stays(module_name: str) -> bool:
-    """Whether a module keeps its names: ours, and torch's own, which tell modules of ours and of torch's apart by what they are."""
+    """Whether a module keeps its names: fsdp2's modules do, and torch's, which need their own classes to tell the two kinds apart."""
     return module_name.split(".")[0] in ("fsdp2", "torch")
 
 

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 TorchCPUOffloadPolicy = torch_fsdp.CPUOffloadPolicy
-"""The base classes of ours: torch's own objects are accepted as well."""
+"""fsdp2's policies derive from these classes of torch's, so that it accepts torch's own objects as well."""
 
 
 class _Frozen:

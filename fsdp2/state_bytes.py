@@ -51,8 +51,8 @@ class StateBytes:
 def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> StateBytes:
     """Bytes that ``model``, sharded by ``parallelize`` or ``fully_shard``, and ``optimizer`` keep on this rank now.
 
-    Storages count in full, each once: with the gaps of alignment, and after the gradients of a group one flag per parameter. Of the
-    optimizer, state of the shape of its parameter counts, not step counters. Collective: no.
+    Each storage counts once and in full, so gaps of alignment are included, and so is the flag per parameter after a group's gradients.
+    An optimizer's state counts if it has its parameter's shape; step counters don't. Collective: no.
 
     Example:
         fsdp2.state_bytes.measured_state_bytes(model, optimizer).master  # bytes of this rank's parameters

@@ -1,7 +1,7 @@
 """Full-graph mode of one model: capture at the first forward, run the captured graph in later ones, and leave.
 
-Between forwards the model is as in eager mode. For the time of a forward its modules show stand-ins, and hooks that the compiler
-traces in place of ours; what runs is the compiled graph over the flat shards.
+Between forwards the model is as in eager mode. During a forward its modules show stand-ins, and hooks that the compiler can
+trace replace fsdp2's; the compiled graph then runs over the flat shards.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def place_of(error: BaseException) -> str | None:
 def uninterrupted(function: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
     """``torch.compile`` of a whole function into one graph, with compiled code and guards that it shares with no other function.
 
-    The compiler files what it compiled by code object, of which all closures of one function share one: two modules of one class
-    would be given each other's graphs.
+    The compiler files what it compiled by code object, and all closures of one function share one code object: without this, two
+    modules of one class would get each other's graphs.
     """
     code = function.__code__
     own = types.FunctionType(code.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__)

@@ -2,11 +2,11 @@
 
 Blocks are the children of a ModuleList, Sequential or ModuleDict with some of the same structure: two of one class with parameters of
 the same names and shapes, or all of one class about as large (a T5 block with a relative bias next to one without; but no stages of a
-Swin, of which each is larger than the one before: their layers are blocks). The outermost such children count, so that the experts
+Swin, where each is larger than the one before: their layers are blocks). The outermost such children count, so that the experts
 inside a block stay with it; but a list of nothing but equal modules with parts is a stage, and what is in it are blocks. Other
-modules of the same classes are blocks too. Of what is outside of the blocks, an embedding or a linear layer at least half as large
-as the median block becomes a group, unless another module shares its parameters: then the root, which is unsharded as long as any
-of them runs, keeps them.
+modules of the same classes are blocks too. Outside of the blocks, an embedding or a linear layer at least half as large as the
+median block becomes a group, unless another module shares its parameters: then the root, which is unsharded as long as any of them
+runs, keeps them.
 
 Worked example, GPT-2 (12 blocks; the head is tied to the embedding):
 

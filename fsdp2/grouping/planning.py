@@ -108,7 +108,7 @@ def plan(model: nn.Module, policy: Wrap = "auto", *, ignored_params: Iterable[nn
     if is_sharded(model):
         raise ModuleError(
             f"plan got a {type(model).__name__} that is sharded already",
-            expected="a model as it is before parallelize or fully_shard, or one of which parts are sharded",
+            expected="a model before parallelize or fully_shard, or one with only some modules sharded",
             fix="plan first",
         )
     tree = ModuleTree(model, ignored_params or ())

@@ -1,7 +1,7 @@
 """Runs whose step is taken on the host: the states are there, in memory or in files, and the parameters where they were.
 
-Of a run on a device the gradient and the parameters are copied to the host, on a stream of their own; the optimizer steps there; the
-parameters are copied back. The copies of the next run are under way meanwhile, and so is what a disk reads and writes.
+For a run on a device, a stream copies the gradient and the parameters to the host; the optimizer steps there; the stream copies the
+parameters back. Meanwhile the next run is copied, and the disk reads and writes.
 
 Worked example, runs c, b, a on a device, their states in files, one ahead
 

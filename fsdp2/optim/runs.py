@@ -115,7 +115,7 @@ class Run:
         return complete_locals([piece.param.grad for piece in self.pieces if piece.param.grad is not None])
 
     def _where_they_lie(self, locals_: Sequence[Tensor]) -> Tensor | None:
-        """The buffer of which ``locals_`` are views, if it is laid out like this run."""
+        """The buffer that ``locals_`` are views of, if it is laid out like this run."""
         first: Tensor | None = None
         begin = 0
         first_byte = first_byte_of(locals_)

@@ -1,7 +1,7 @@
 """Brings the tensors of one unit together: one all-gather for each mesh axis that cuts some of them, the innermost axis first.
 
-All is bytes until the end: every rank joins its shards, each in the dtype in which it is sent, and pads them to the length of the
-longest. Of what arrives, the shards of one tensor are joined in the order in which they lie in it, for all tensors in one copy.
+Until the end everything is bytes: every rank joins its shards, each in the dtype in which it is sent, and pads them to the length of
+the longest. One copy then puts the shards that arrived in the order in which they lie in their tensors.
 
 Worked example, bf16, (3, 2) and (4,) over 2 ranks: rank 0 sends 2 rows and 2 elements, 12 bytes; rank 1 sends 1 row and 2 elements,
 8 bytes. Both gather 2 * 16 bytes, as lengths are multiples of 16, and join them to 20: rows 0, 1, 2, elements 0 to 3.

@@ -186,10 +186,10 @@ def adopt(
         unit.reshard_for_all()
         of_unit = unit.groups[0] if unit.groups else example
         read = read_modules(unit.modules, on or of_unit.mesh, shard_placement_fn, ignored, unit)
-        if read.owners and not unit.groups and on is None and len(meshes) > 1:
+        if read.found and not unit.groups and on is None and len(meshes) > 1:
             raise MeshError(
-                f"adopt found {len(read.owners)} new parameters in {name or type(module).__name__}, which had none of its own",
-                items=[names[0] for names, _ in read.owners.values()],
+                f"adopt found {len(read.found)} new parameters in {name or type(module).__name__}, which had none of its own",
+                items=[each.name for each in read.found.values()],
                 expected="a mesh, since the model's parameters lie on several",
                 fix="pass mesh=",
             )

@@ -135,40 +135,73 @@ def _new_groups(
     read: ModulesRead, device: torch.device, options: GroupOptions, reshard_after_forward: bool | int | None
 ) -> tuple[list[ParamGroup], list[ParamGroup]]:
     """The groups of what was read, and those of earlier units that it is tied to; modules show sharded parameters."""
-    owners, placed, mp_policy = read.owners, read.placed, options.mp_policy
-    specs = {param: shard_spec(owners[param][0][0], param, *placed[param]) for param in owners}
+    found, mp_policy = read.found, options.mp_policy
+    specs = {param: shard_spec(each.name, param, each.mesh, each.placement) for param, each in found.items()}
     afters = {
-        id(own): _checked_reshard_after_forward(reshard_after_forward, own)
-        for own, _ in placed.values()
-        if own.shard_size > 1
+        id(each.mesh): _checked_reshard_after_forward(reshard_after_forward, each.mesh)
+        for each in found.values()
+        if each.mesh.shard_size > 1
     }
-    dtypes = {param: (param.dtype, _param_dtype(names[0], param, mp_policy)) for param, (names, _) in owners.items()}
+    dtypes = {param: _param_dtype(each.name, param, mp_policy) for param, each in found.items()}
     borrowed = _borrow(read.tied, read.place, options)
-    cut = _cut_own_memory(owners, specs, {param: own.shard_rank for param, (own, _) in placed.items()})
+    with torch.no_grad():  # before any change: tensor subclasses may refuse to be cut
+        cut = {
+            param: cut_out(each.name, _local(param), specs[param], each.mesh.shard_rank)
+            for param, each in found.items()
+            if needs_own_memory(param)
+        }
     groups = []
     parts: dict[Any, list[nn.Parameter]] = {}
-    for param in owners:
-        parts.setdefault((*dtypes[param], needs_own_memory(param), *placed[param][0].groups), []).append(param)
+    for param, each in found.items():
+        key = param.dtype, dtypes[param], needs_own_memory(param), *each.mesh.groups
+        parts.setdefault(key, []).append(param)
     for params in parts.values():
-        own_mesh = placed[params[0]][0]
-        own_options = replace(options, param_dtype=dtypes[params[0]][1])
-        group = _new_group(params, owners, specs, cut, own_mesh, device, own_options)
-        own_after = afters.get(id(own_mesh))
-        if isinstance(own_after, int) and not isinstance(own_after, bool):
-            group.smaller_mesh = post_forward_mesh(own_mesh, own_after)
+        mesh = found[params[0]].mesh
+        sharded = [_shard(param, found[param], specs[param], cut.get(param), device, options) for param in params]
+        group = ParamGroup(sharded, mesh, device, replace(options, param_dtype=dtypes[params[0]]))
+        after = afters.get(id(mesh))
+        if isinstance(after, int) and not isinstance(after, bool):
+            group.smaller_mesh = post_forward_mesh(mesh, after)
         groups.append(group)
     if options.folder is not None:
-        agree_on_meshes([mesh.mesh for mesh, _ in placed.values()], None)  # all raise if the disk of one had no room
+        agree_on_meshes([each.mesh.mesh for each in found.values()], None)  # all raise if the disk of one had no room
     for buffer in read.buffers.values():
         if not buffer.is_meta:
             torch_tensors.set_data(buffer, buffer.to(device))
-    for sharded, _, more_owners in read.tied:
-        for owner in more_owners:
-            group_with(sharded).registry.add_owner(sharded, owner)
+    for tied, _, owners in read.tied:
+        for owner in owners:
+            group_with(tied).registry.add_owner(tied, owner)
     for module in read.managed:  # the compiler looks for these
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
     return groups, borrowed
+
+
+def _shard(
+    param: nn.Parameter, found: Found, spec: ShardSpec, cut: Tensor | None, device: torch.device, options: GroupOptions
+) -> ShardedParam:
+    """cut: this rank's piece, if the parameter has memory of its own"""
+    grad_dtype = torch_tensors.grad_dtype_of(param) if options.semantics != "2.13" else None
+    kept_on = torch.device("cpu") if options.offload else device
+    sharded = new_sharded_param(found.name, found.owners, param, spec, found.mesh.shard_rank, kept_on, cut)
+    if grad_dtype is not None:
+        torch_tensors.set_grad_dtype(sharded.sharded, grad_dtype)
+    refuse_gradients(param, sharded)
+    return sharded
+
+
+def _local(param: nn.Parameter) -> Tensor:
+    return torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
+
+
+@dataclass(frozen=True)
+class Found:
+    """A parameter to shard: its first name, where it is registered, the mesh over which it is cut, and how."""
+
+    name: str
+    owners: list[Owner]
+    mesh: DataParallelMesh
+    placement: Any
 
 
 @dataclass(frozen=True)
@@ -176,20 +209,18 @@ class ModulesRead:
     """What a unit of some modules would consist of.
 
     managed:  the modules in their trees that belong to it
-    owners:   every parameter to shard, with its names and owners
-    tied:     parameters that an earlier unit sharded
+    found:    every parameter to shard, in the order of ``named_parameters()``
+    tied:     parameters that an earlier unit sharded, each with its name and owners here
     buffers:  every buffer to move, by name
-    place:    asked for ``placed``
-    placed:   the mesh of each parameter, and its placement there
+    place:    tells mesh and placement of a parameter
     ignored:  parameters to leave alone
     """
 
     managed: list[nn.Module]
-    owners: _Owned
+    found: dict[nn.Parameter, Found]
     tied: _Tied
     buffers: dict[str, Tensor]
-    place: Placer
-    placed: dict[nn.Parameter, tuple[DataParallelMesh, Any]]
+    place: _Place
     ignored: set[nn.Parameter]
 
 
@@ -208,17 +239,17 @@ def read_modules(
     managed = managed_modules(modules) if unit is None else modules_below(modules)
     sharded = set() if unit is None else _parameters_of(unit, managed)
     _refuse_sharded(ignored_params.difference(sharded))
-    owners = _owners(modules, managed, ignored_params | sharded)
-    _refuse_scripted(owners)
-    tied = [(other, *owners.pop(each)) for each in list(owners) if (other := sharded_from(each)) is not None]
-    _refuse_taken(owners)
+    owned = _owners(modules, managed, ignored_params | sharded)
+    _refuse_scripted(owned)
+    tied = [(other, *owned.pop(each)) for each in list(owned) if (other := sharded_from(each)) is not None]
+    _refuse_taken(owned)
     buffers = _buffers(modules, managed)
-    place = Placer(shard_placement_fn, mesh)
-    placed = {param: place(names[0], param) for param, (names, _) in owners.items()}
-    refuse_unplaceable((names[0], param, *placed[param]) for param, (names, _) in owners.items())
-    refuse_unextendable((names[0], param) for param, (names, _) in owners.items())
-    _check_devices(owners, buffers, device_of(mesh))
-    return ModulesRead(managed, owners, tied, buffers, place, placed, ignored_params)
+    place = _placer(shard_placement_fn, mesh)
+    found = {param: Found(name, owners, *place(name, param)) for param, (name, owners) in owned.items()}
+    refuse_unplaceable((each.name, param, each.mesh, each.placement) for param, each in found.items())
+    refuse_unextendable((each.name, param) for param, each in found.items())
+    _check_devices(found, buffers, device_of(mesh))
+    return ModulesRead(managed, found, tied, buffers, place, ignored_params)
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -272,33 +303,36 @@ def _parameters_of(unit: ModuleState, managed: Sequence[nn.Module]) -> set[nn.Pa
     }
 
 
-class Placer:
-    """Asks ``shard_placement_fn`` for the mesh and placement of each parameter; does not check the placement yet."""
+_Place = Callable[[str, nn.Parameter], tuple[DataParallelMesh, Any]]
 
-    def __init__(self, shard_placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DataParallelMesh) -> None:
-        self._fn = shard_placement_fn
-        self._mesh = mesh
-        # By id; the object itself keeps its id from being reused.
-        self._meshes: dict[int, tuple[Any, DataParallelMesh]] = {}
 
-    def __call__(self, name: str, param: nn.Parameter) -> tuple[DataParallelMesh, Any]:
+def _placer(shard_placement_fn: Callable[[nn.Parameter], Any] | None, own_mesh: DataParallelMesh) -> _Place:
+    """A function that asks ``shard_placement_fn`` for a parameter's mesh and placement, which it does not check yet.
+
+    own_mesh: where ``shard_placement_fn`` names no mesh
+    """
+    meshes: dict[int, tuple[Any, DataParallelMesh]] = {}  # by id; the object itself keeps its id from being reused
+
+    def place(name: str, param: nn.Parameter) -> tuple[DataParallelMesh, Any]:
         """Raises: MeshError if the result names a mesh on which nothing can be sharded."""
-        result: Any = None if self._fn is None or is_lazy(param) else self._fn(param)
+        result: Any = None if shard_placement_fn is None or is_lazy(param) else shard_placement_fn(param)
         if not hasattr(result, "mesh_info"):
-            return self._mesh, result
+            return own_mesh, result
         if result.mesh_info is None:
-            return self._mesh, result.placement
+            return own_mesh, result.placement
         key = id(result.mesh_info)
-        if key not in self._meshes:
+        if key not in meshes:
             mesh = read_mesh_info(result.mesh_info)
-            if mesh.device_type != self._mesh.device_type:
+            if mesh.device_type != own_mesh.device_type:
                 raise MeshError(
                     f"{name} {tuple(param.shape)}: shard_placement_fn returned a mesh of {mesh.device_type} ranks",
-                    expected=f"the device type of the mesh that fully_shard got, {self._mesh.device_type}",
+                    expected=f"the device type of the mesh that fully_shard got, {own_mesh.device_type}",
                     fix="build all meshes for one device type",
                 )
-            self._meshes[key] = (result.mesh_info, mesh)
-        return self._meshes[key][1], result.placement
+            meshes[key] = (result.mesh_info, mesh)
+        return meshes[key][1], result.placement
+
+    return place
 
 
 def _param_dtype(name: str, param: nn.Parameter, mp_policy: Any) -> torch.dtype | None:
@@ -317,20 +351,18 @@ def _param_dtype(name: str, param: nn.Parameter, mp_policy: Any) -> torch.dtype 
     return given
 
 
-_Owned = dict[nn.Parameter, tuple[list[str], list[Owner]]]
+_Owned = dict[nn.Parameter, tuple[str, list[Owner]]]
 
 
 def _owners(modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Owned:
-    """Every parameter to shard with its names and owners, in the order of ``named_parameters()``."""
+    """Every parameter to shard with its first name and its owners, in the order of ``named_parameters()``."""
     owned: _Owned = {}
     for prefix, module in _with_prefixes(modules, managed):
         for name, param in module._parameters.items():
-            if param is None or param in ignored:
-                continue
-            names, owners = owned.setdefault(param, ([], []))
-            names.append(prefix + name)
-            if not any(owner.module is module and owner.name == name for owner in owners):
-                owners.append(Owner(module, name))
+            if param is not None and param not in ignored:
+                _, owners = owned.setdefault(param, (prefix + name, []))
+                if not any(owner.module is module and owner.name == name for owner in owners):
+                    owners.append(Owner(module, name))
     return owned
 
 
@@ -356,8 +388,8 @@ def _with_prefixes(modules: Sequence[nn.Module], managed: Sequence[nn.Module]) -
 def _refuse_scripted(owned: _Owned) -> None:
     """Raise for parameters inside of modules that take no hooks."""
     scripted = [
-        f"{names[0]} in a {type(owner.module).__name__}"
-        for names, owners in owned.values()
+        f"{name} in a {type(owner.module).__name__}"
+        for name, owners in owned.values()
         for owner in owners
         if isinstance(owner.module, torch.jit.ScriptModule)
     ]
@@ -384,7 +416,7 @@ def _refuse_sharded(ignored: set[nn.Parameter]) -> None:
         )
 
 
-_Tied = list[tuple[ShardedParam, list[str], list[Owner]]]
+_Tied = list[tuple[ShardedParam, str, list[Owner]]]
 
 
 def _refuse_taken(owned: _Owned) -> None:
@@ -392,7 +424,7 @@ def _refuse_taken(owned: _Owned) -> None:
     if not any(isinstance(param, DTensor) for param in owned):
         return
     known = shards()
-    taken = [f"{names[0]} {tuple(param.shape)}" for param, (names, _) in owned.items() if id(param) in known]
+    taken = [f"{name} {tuple(param.shape)}" for param, (name, _) in owned.items() if id(param) in known]
     if taken:
         raise OrderError(
             f"{len(taken)} parameters were sharded by an earlier fully_shard call on another module",
@@ -403,18 +435,18 @@ def _refuse_taken(owned: _Owned) -> None:
         )
 
 
-def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGroup]:
+def _borrow(tied: _Tied, place: _Place, options: GroupOptions) -> list[ParamGroup]:
     """The groups that ``tied`` belong to. Raises: ParameterError if one is placed or cast otherwise than asked here."""
     borrowed: dict[int, ParamGroup] = {}
-    for sharded, names, _ in tied:
+    for sharded, name, _ in tied:
         group = group_with(sharded)
-        wanted = replace(options, param_dtype=_param_dtype(names[0], sharded.sharded, options.mp_policy))
-        mesh, placement = place(names[0], sharded.sharded)
+        wanted = replace(options, param_dtype=_param_dtype(name, sharded.sharded, options.mp_policy))
+        mesh, placement = place(name, sharded.sharded)
         dim = 0 if placement is None else placement.dim % sharded.sharded.ndim
         differences = tie_differences(group, sharded, mesh, wanted, dim)
         if differences:
             raise ParameterError(
-                f"{names[0]} {tuple(sharded.sharded.shape)} is tied to {sharded.fqn}, "
+                f"{name} {tuple(sharded.sharded.shape)} is tied to {sharded.fqn}, "
                 "which an earlier fully_shard call took with " + " and ".join(differences),
                 expected="the same mesh, dtypes, offload policy and placement for all modules that share a parameter",
                 fix="make the two calls agree, or pass the modules as one list, fully_shard([module_a, module_b])",
@@ -447,9 +479,9 @@ def _checked_reshard_after_forward(value: Any, mesh: DataParallelMesh) -> bool |
     )
 
 
-def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.device) -> None:
+def _check_devices(found: dict[nn.Parameter, Found], buffers: dict[str, Tensor], device: torch.device) -> None:
     """Refuse tensors that ``fully_shard`` does not move: those on other devices than the CPU, meta and the mesh's."""
-    tensors: list[tuple[str, Tensor, str]] = [(names[0], param, "") for param, (names, _) in owned.items()]
+    tensors: list[tuple[str, Tensor, str]] = [(each.name, param, "") for param, each in found.items()]
     tensors += [(name, buffer, " (a buffer)") for name, buffer in buffers.items()]
     wrong = [
         f"{name} {tuple(tensor.shape)} on {tensor.device}{kind}"
@@ -464,43 +496,3 @@ def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.devi
             "from which they are moved",
             fix="move the module first, or pass a mesh of that device's type",
         )
-
-
-def _cut_own_memory(
-    owned: _Owned, specs: dict[nn.Parameter, ShardSpec], ranks: dict[nn.Parameter, int]
-) -> dict[nn.Parameter, Tensor]:
-    """The shards of parameters with memory of their own. Before any change: tensor subclasses may refuse to be cut."""
-    with torch.no_grad():
-        return {
-            param: cut_out(
-                names[0],
-                torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param,
-                specs[param],
-                ranks[param],
-            )
-            for param, (names, _) in owned.items()
-            if needs_own_memory(param)
-        }
-
-
-def _new_group(
-    params: list[nn.Parameter],
-    owned: _Owned,
-    specs: dict[nn.Parameter, ShardSpec],
-    cut: dict[nn.Parameter, Tensor],
-    mesh: DataParallelMesh,
-    device: torch.device,
-    options: GroupOptions,
-) -> ParamGroup:
-    sharded: list[ShardedParam] = []
-    kept_on = torch.device("cpu") if options.offload else device
-    for param in params:
-        names, owners = owned[param]
-        grad_dtype = torch_tensors.grad_dtype_of(param) if options.semantics != "2.13" else None
-        sharded.append(
-            new_sharded_param(names[0], owners, param, specs[param], mesh.shard_rank, kept_on, cut.get(param))
-        )
-        if grad_dtype is not None:
-            torch_tensors.set_grad_dtype(sharded[-1].sharded, grad_dtype)
-        refuse_gradients(param, sharded[-1])
-    return ParamGroup(sharded, mesh, device, options)

@@ -28,7 +28,7 @@ from .all_gather import ALIGN_NBYTES, Gathering
 from .extensions import Extensions, releases_gathered, require_same_kinds
 from .group_plan import GroupPlan, direct_from_nbytes
 from .param import new_unsharded_param, storage_view
-from .rank_pieces import join
+from .rank_pieces import assemble
 
 Storages = list[tuple[torch.UntypedStorage, int]]
 """Storages, and their sizes when they are allocated."""
@@ -371,8 +371,7 @@ def _put_together(arrived: Tensor, output: Tensor, shape: torch.Size, cut: Cut) 
             whole = whole.narrow(0, 0, cut.shape[0])
         return whole
     assert cut.dim is not None
-    whole = storage_view(
-        output.untyped_storage(), output, 0, (*shape[: cut.dim], cut.shape[cut.dim], *shape[cut.dim + 1 :])
-    )
-    join(arrived.view(output.dtype).view(cut.num_shards, *shape), cut.dim, whole)
+    cut = replace(cut, shape=(*shape[: cut.dim], cut.shape[cut.dim], *shape[cut.dim + 1 :]))
+    whole = storage_view(output.untyped_storage(), output, 0, cut.shape)
+    assemble(arrived.view(output.dtype), cut, whole, padded=True)
     return whole

@@ -5,8 +5,8 @@ The pieces of a tensor that is cut along dim 0 are the whole, one after another.
 Worked example, a (2, 5) tensor cut along dim 1 over 2 ranks, into (2, 3) and (2, 2):
 
     whole     [[a b c d e], [f g h i j]]
-    slots     [a b c f g h] and [d e i j . .]: padding lies after a rank's piece      ``assemble``, ``disassemble``
-    padded    [a b c f g h] and [d e . i j .]: each piece has the shape of the largest  ``join``
+    slots     [a b c f g h] and [d e i j . .]: padding lies after a rank's piece
+    padded    [a b c f g h] and [d e . i j .]: each piece has the shape of the largest
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from torch import Tensor
 from ..plan.layout import Cut
 
 
-def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:
-    """Join the slots of all ranks, (num_shards, slot_numel), to the physical tensor ``whole`` of ``cut.shape``."""
-    for piece, region in _regions(slots, cut, whole):
+def assemble(slots: Tensor, cut: Cut, whole: Tensor, padded: bool = False) -> None:
+    """Join the slots of all ranks, (num_shards, slot_numel), to the physical tensor ``whole`` of ``cut.shape``.
+
+    padded: the last piece has the largest one's shape, and zeros among its elements; else they come after its elements
+    """
+    for piece, region in _regions(slots, cut, whole, padded):
         region.copy_(piece)
 
 
@@ -37,18 +40,7 @@ def disassemble(whole: Tensor, cut: Cut) -> Tensor:
     return slots
 
 
-def join(padded: Tensor, dim: int, whole: Tensor) -> None:
-    """Write pieces (num_shards, ...) into ``whole`` one after another along ``dim``, without rows beyond its size."""
-    rows = padded.shape[dim + 1]
-    full = whole.shape[dim] // rows if rows > 0 else 0
-    left = whole.shape[dim] - full * rows
-    if full > 0:
-        _by_ranks(whole, dim, full, rows).copy_(padded[:full].movedim(0, dim))
-    if left > 0:
-        whole.narrow(dim, full * rows, left).copy_(padded[full].narrow(dim, 0, left))
-
-
-def _regions(slots: Tensor, cut: Cut, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _regions(slots: Tensor, cut: Cut, whole: Tensor, padded: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Pairs of views of ``slots`` and ``whole`` that hold the same elements: at most two, however many ranks there are.
 
     ``torch.chunk`` gives the first ranks equally many rows, at most one rank fewer, and the others none.
@@ -61,13 +53,12 @@ def _regions(slots: Tensor, cut: Cut, whole: Tensor) -> list[tuple[Tensor, Tenso
     regions = []
     if full > 0:
         pieces = slots[:full].view(full, *shape).movedim(0, dim)
-        regions.append((pieces, _by_ranks(whole, dim, full, rows)))
+        places = whole.narrow(dim, 0, full * rows).view(*whole.shape[:dim], full, rows, *whole.shape[dim + 1 :])
+        regions.append((pieces, places))
     if left > 0:
         region = whole.narrow(dim, full * rows, left)
-        regions.append((slots[full, : region.numel()].view(region.shape), region))
+        last = (
+            slots[full].view(shape).narrow(dim, 0, left) if padded else slots[full, : region.numel()].view(region.shape)
+        )
+        regions.append((last, region))
     return regions
-
-
-def _by_ranks(whole: Tensor, dim: int, ranks: int, rows: int) -> Tensor:
-    """The first ``ranks * rows`` rows along ``dim``, as two dims."""
-    return whole.narrow(dim, 0, ranks * rows).view(*whole.shape[:dim], ranks, rows, *whole.shape[dim + 1 :])

@@ -20,22 +20,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Half-open range [start, stop) of the sharded dim that one rank stores; may be empty."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-def rows_of(num_rows: int, rank: int, num_shards: int) -> Rows:
-    """Rows of ``rank``, as in torch.chunk: ``rows_of(5, 1, 2) == Rows(3, 5)``, ``rows_of(5, 3, 4) == Rows(5, 5)``."""
+def rows_of(num_rows: int, rank: int, num_shards: int) -> range:
+    """Rows of ``rank``, as in torch.chunk: ``rows_of(5, 1, 2)`` is ``range(3, 5)``; ``rows_of(5, 3, 4)`` is empty."""
     per_rank = -(-num_rows // num_shards)
     start = min(rank * per_rank, num_rows)
-    return Rows(start, min(start + per_rank, num_rows))
+    return range(start, min(start + per_rank, num_rows))
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Collectives for which the user, or the process group's allocator, provides buffers or calls, by upstream's contract.
+"""Communicators of ours, with buffers from the process group's allocator or symmetric memory, by upstream's contract.
 
 A custom communicator sees what torch's FSDP2 would show it. All-gather: one buffer for the whole output, (W * n,),
 whose slice of this rank is the input, without gaps between parameters. Reduce-scatter: the input (W * n,), then the
@@ -18,24 +18,9 @@ from torch import Tensor
 
 from ...policy import AllGather, ReduceScatter
 from ...torch_names import torch_collectives
-from .collectives import Works
-from .division import Division
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def comm_reduce_scatter(
-    comm: ReduceScatter, output: Tensor, buffer: Tensor, process_group: dist.ProcessGroup, division: Division
-) -> Works:
-    """Reduce ``buffer`` (W * n,) to ``output`` (n,), both from ``comm.allocate``. Collective: yes."""
-    if division.predivide is not None:
-        buffer.div_(division.predivide)
-    work = comm(output_tensor=output, input_tensor=buffer, group=process_group, op=division.op)
-    return Works([work], (), output, division.postdivide)
-
-
-# --- memory that the process group allocates --------------------------------------------------------------------------
 
 
 class _OwnMemory:

@@ -106,7 +106,6 @@ class ParamGroup:
         self.keeps_storage = False
         self.written_at = -1
         self.is_parked = False
-        self._aside: Unsharded | None = None  # ``unsharded`` while it is parked
         self._num_told = 0  # versions that ``note_write`` has added
         # An offloaded flat shard is being copied to the device, and the host has not waited for the copy.
         self._reads_host = False
@@ -219,7 +218,6 @@ class ParamGroup:
         )
 
     def _make_unsharded(self) -> Unsharded:
-        self.refuse_parked()
         plan = self.plan
         kept_on = torch.device("cpu") if plan.options.offload else self.device
         # Those that are elsewhere by their own account; their values have been moved.
@@ -230,25 +228,21 @@ class ParamGroup:
             self.rebuild()  # ``grad_dtype`` was set on sharded parameters
         elif not plan.has_own_memory and any(has_extension(param.local) for param in self.params):
             self.rebuild()  # methods were put on plain local tensors: their neighbors leave the flat shard with them
-        self.unsharded = made = Unsharded(self.plan, self.flat, self.all_gather_comm)
+        self.unsharded = Unsharded(self.plan, self.flat, self.all_gather_comm)
         self.registry.forget()
-        if self.keeps_storage:
-            made.keep_storage(True)
-        return made
+        return self.unsharded
 
     def keep_storage(self, keep: bool) -> None:
         """Choose whether the unsharded memory stays allocated, at one address, while the parameters are sharded."""
         self.keeps_storage = keep
-        if self.unsharded is not None:
-            self.unsharded.keep_storage(keep)
-            if self.state in (GroupState.SHARDED, GroupState.RESHARDED):
-                self.unsharded.free()
+        if self.unsharded is not None and not keep and self.state in (GroupState.SHARDED, GroupState.RESHARDED):
+            self.unsharded.free()
 
     def set_all_gather_comm(self, comm: AllGather | None) -> None:
         """Gather through ``comm`` from the next unshard on; None: by the plan's algorithm."""
         self.reshard()
         self.all_gather_comm = comm
-        self.unsharded = self._aside = None
+        self.unsharded = None
 
     # --- parking ---
 
@@ -267,11 +261,10 @@ class ParamGroup:
         """
         self.reshard()
         self.gradients.forget_plan()
-        self._aside, self.unsharded = self.unsharded, None
-        if self._aside is not None and isinstance(self._aside.gather, Gather):
-            self._aside.gather.forget()  # it refers to the flat shard, which is to be freed
+        if self.unsharded is not None and isinstance(self.unsharded.gather, Gather):
+            self.unsharded.gather.forget()  # it refers to the flat shard, which is to be freed
         if self.mesh.shard_size == 1 or self.plan.has_own_memory:  # what is unsharded may share memory with the shards
-            self._aside = None
+            self.unsharded = None
             self.registry.forget()
             for param in self.params:
                 param.unsharded = None
@@ -281,9 +274,7 @@ class ParamGroup:
     def unpark(self, moved: Callable[[Tensor], Tensor]) -> None:
         """Let the shards lie where they belong. moved: as in ``park``, for the way back"""
         self._move_shards(moved)
-        self.is_parked, self.unsharded, self._aside = False, self._aside, None
-        if self.unsharded is not None:
-            self.unsharded.keep_storage(self.keeps_storage)  # it may have been set meanwhile
+        self.is_parked = False
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -321,6 +312,8 @@ class ParamGroup:
                 self.rebuild()
             if self.plan.is_meta:
                 raise meta_error(self.on_meta(), str(self.device))
+            if self.is_parked:
+                self.refuse_parked()
             unsharded = self.unsharded or self._make_unsharded()
             if self.file is not None:
                 READ_AHEAD.begin(self.file, self.plan.options.read_ahead)
@@ -371,7 +364,8 @@ class ParamGroup:
                 self.registry.show_sharded()
             else:
                 unsharded.extensions.let_go()
-            unsharded.free()
+            if not self.keeps_storage:
+                unsharded.free()
 
     def cancel(self) -> None:
         """Forget an issued unshard that could not be sent, or whose values could not be made: nothing will arrive."""
@@ -390,7 +384,8 @@ class ParamGroup:
             self.streams.order(self.streams.compute, self.streams.mark(self.streams.gather))
             if unsharded.extensions is not None:
                 unsharded.extensions.let_go()
-            unsharded.free()
+            if not self.keeps_storage:
+                unsharded.free()
 
     def await_host_read(self) -> None:
         """Block until an offloaded flat shard may be written: its writers run on the host, which no stream orders."""
@@ -509,7 +504,7 @@ class ParamGroup:
         if before is GroupState.RESHARDED:
             assert unsharded.smaller is not None
             unsharded.smaller.drop()
-        else:
+        elif not self.keeps_storage:
             unsharded.free()
 
     @torch.inference_mode(False)
@@ -531,7 +526,8 @@ class ParamGroup:
             smaller = self.unsharded.cut_for(self.smaller_mesh)
             show(self.params, smaller.shown)
             self.state = GroupState.RESHARDED
-            self.unsharded.free()
+            if not self.keeps_storage:
+                self.unsharded.free()
 
     def reshard_for_all(self) -> None:
         """Reshard, even if units hold the group."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import backends, collective_log, collectives
-from ..comm.communicators import comm_reduce_scatter
 from ..comm.lost_ranks import raise_lost
 from ..comm.streams import Event, Stream, Streams
 from .handing_out import HandedOut
@@ -91,14 +90,18 @@ class Reduction:
         allocate = torch.empty if comm is None else comm.allocate
         size = (plan.layout.shard_numel,)
         self._output = output = allocate(size, dtype=buffer.dtype, device=buffer.device) if several else buffer
+        division = job.divisions.reduce_scatter
         if comm is not None and several:
-            self._pending = comm_reduce_scatter(comm, output, buffer, process_group, job.divisions.reduce_scatter)
+            if division.predivide is not None:
+                buffer.div_(division.predivide)
+            work = comm(output_tensor=output, input_tensor=buffer, group=process_group, op=division.op)
+            self._pending = collectives.Works([work], (), output, division.postdivide)
             return
         backend = backends.backend_of(process_group, buffer.device.type)
         algorithm = group.options.reduce_scatter or backends.choose_reduce_scatter(
             backend, plan.num_shards, buffer.nbytes, buffer.device.type
         )
-        division, is_ordered = job.divisions.reduce_scatter, backends.is_stream_ordered(backend)
+        is_ordered = backends.is_stream_ordered(backend)
         if together is not None and is_ordered and algorithm == "stock" and several:
             together.setdefault(process_group, []).append((output, buffer, division))
             return

@@ -27,8 +27,8 @@ class ModuleRegistry:
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self._params = list(params)
         self._is_prepared = False
-        self._sharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
-        self._unsharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
+        # The ``_parameters`` of each module that owns some, and their entries while sharded and while unsharded.
+        self._entries: list[tuple[dict[str, Any], dict[str, nn.Parameter], dict[str, nn.Parameter]]] = []
         self._slow: list[tuple[nn.Module, str, ShardedParam]] = []
         self._owned = [(owner.module._parameters, owner.name, param) for param in params for owner in param.owners]
         show(params, [param.sharded for param in params])
@@ -49,13 +49,12 @@ class ModuleRegistry:
     def forget(self) -> None:
         """The group has, or will have, new unsharded parameters: look them up when they are shown."""
         self._is_prepared = False
-        self._unsharded.clear()
+        self._entries.clear()
 
     def _prepare(self) -> None:
         self._is_prepared = True
         self._slow = []
-        sharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
-        unsharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
+        found: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
         for param in self._params:
             for owner in param.owners:
                 if type(owner.module).__setattr__ is not nn.Module.__setattr__:
@@ -63,24 +62,23 @@ class ModuleRegistry:
                     continue
                 parameters = owner.module._parameters
                 assert param.unsharded is not None
-                sharded.setdefault(id(parameters), (parameters, {}))[1][owner.name] = param.sharded
-                unsharded.setdefault(id(parameters), (parameters, {}))[1][owner.name] = param.unsharded
-        self._sharded = list(sharded.values())
-        self._unsharded = list(unsharded.values())
+                _, sharded, unsharded = found.setdefault(id(parameters), (parameters, {}, {}))
+                sharded[owner.name], unsharded[owner.name] = param.sharded, param.unsharded
+        self._entries = list(found.values())
 
     def show_sharded(self) -> None:
         if not self._is_prepared:
             self._prepare()
-        for parameters, shown in self._sharded:
-            parameters.update(shown)
+        for parameters, sharded, _ in self._entries:
+            parameters.update(sharded)
         for module, name, param in self._slow:
             setattr(module, name, param.sharded)
 
     def show_unsharded(self) -> None:
         if not self._is_prepared:
             self._prepare()
-        for parameters, shown in self._unsharded:
-            parameters.update(shown)
+        for parameters, _, unsharded in self._entries:
+            parameters.update(unsharded)
         for module, name, param in self._slow:
             assert param.unsharded is not None
             setattr(module, name, param.unsharded)

@@ -42,7 +42,7 @@ class Unsharded:
         self.written_at = -1
         self.gather: Gather | LocalGather | ExtensionGather
         self.extensions: ExtensionGather | None = None
-        self._keeps = self._shares = False
+        self._shares = False
         if plan.has_own_memory:
             self.gather = self.extensions = ExtensionGather(plan, comm if mesh.shard_size > 1 else None)
             return
@@ -71,10 +71,6 @@ class Unsharded:
             )
         self.free()
 
-    def keep_storage(self, keep: bool) -> None:
-        """Choose whether ``free`` does nothing, so that addresses stay."""
-        self._keeps = keep
-
     def cut_for(self, mesh: DataParallelMesh) -> SmallerShards:
         """Keep shards of the unsharded parameters over ``mesh``, the smaller one."""
         if self.smaller is None or self.smaller.mesh is not mesh:
@@ -93,7 +89,7 @@ class Unsharded:
         It goes back to the stream that allocated it: a side stream of the user's, if ``unshard`` ran there.
         """
         streams = self._plan.streams
-        if self._keeps or self._shares:
+        if self._shares:
             return
         if self.storage is None:
             assert self.extensions is not None

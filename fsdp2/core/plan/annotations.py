@@ -96,19 +96,19 @@ def read_annotations(param: nn.Parameter, axes: SpmdAxes) -> Annotations | str:
     types = dict(spmd.get_local_type(param))
     partition = spmd.get_partition_spec(param)
     cut_dims = _cut_dims(partition)
-    shown = spmd.current_mesh() if _span(types) != _span(stored) else tuple(types)
+    shown = spmd.current_mesh() if _span(tuple(types)) != _span(tuple(stored)) else tuple(types)
     if shown is None:
         missing = [name for name, axis in zip(names, stored, strict=True) if axis.size() > 1 and axis not in types]
         return (
             f"has no spmd_types annotations on {missing}, "
             "and no spmd_types.set_current_mesh says on which axes forward has types"
         )
-    if not set(types) <= set(shown) or _span(shown) != _span(stored):
+    if not set(types) <= set(shown) or _span(tuple(shown)) != _span(tuple(stored)):
         return (
             f"has spmd_types annotations on {_listed(types)}, on a mesh of {_listed(shown)}, "
             f"which does not go with {axes.mesh}"
         )
-    data = _span([stored[axis] for axis in axes.data])
+    data = _span(tuple(stored[axis] for axis in axes.data))
     for axis, type_ in types.items():
         if set(_ranks(axis)) <= data:
             if type_ is not spmd.R:
@@ -121,28 +121,22 @@ def read_annotations(param: nn.Parameter, axes: SpmdAxes) -> Annotations | str:
             return f"has an spmd_types annotation on {axis!r}, which is no axis of {axes.mesh}"
     if _disordered(partition, stored):
         return f"is cut over several axes in another order, {partition}, than they have in {axes.mesh}"
-    placements: list[Placement] = []
-    gradient: list[Placement] = []
+    placed: list[tuple[Placement, Placement]] = []  # the parameter, and its gradient
     for index, (name, axis) in enumerate(zip(names, stored, strict=True)):
         type_ = types.get(axis)
-        if index in axes.data:
-            placements.append(Replicate())
-            gradient.append(Partial())
+        if index in axes.data or (axis.size() > 1 and type_ is spmd.R):
+            placed.append((Replicate(), Partial()))
         elif axis.size() == 1 or type_ is spmd.I:
-            placements.append(Replicate())
-            gradient.append(Replicate())
-        elif type_ is spmd.R:
-            placements.append(Replicate())
-            gradient.append(Partial())
+            placed.append((Replicate(), Replicate()))
         elif axis in cut_dims:
-            placements.append(Shard(cut_dims[axis]))
-            gradient.append(Shard(cut_dims[axis]))
+            placed.append((Shard(cut_dims[axis]), Shard(cut_dims[axis])))
         elif type_ is None:
             return f"has no spmd_types annotation on {name!r}, which is not data-parallel"
         else:
             return f"has the spmd_types annotation {type_!r} on {name!r}; expected I, R, or S(dim)"
     in_forward = tuple((axis, types.get(axis, spmd.R)) for axis in shown)
-    return Annotations(tuple(placements), tuple(gradient), in_forward, partition)
+    placements, gradient = zip(*placed, strict=True)
+    return Annotations(placements, gradient, in_forward, partition)
 
 
 def _axes_of(entry: Any) -> tuple[Any, ...]:
@@ -170,11 +164,7 @@ def _ranks(axis: Any) -> tuple[int, ...]:
     return tuple(axis.layout.all_ranks_from_zero())
 
 
-def _span(axes: Iterable[Any]) -> frozenset[int]:
-    """The ranks of the slice along all of ``axes`` together that begins at rank 0."""
-    return _span_of(tuple(axes))
-
-
 @functools.cache
-def _span_of(axes: tuple[Any, ...]) -> frozenset[int]:
+def _span(axes: tuple[Any, ...]) -> frozenset[int]:
+    """The ranks of the slice along all of ``axes`` together that begins at rank 0."""
     return frozenset(map(sum, itertools.product(*map(_ranks, axes))))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from ...torch_names import torch_tensors
 from ..comm import backends, collectives
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut, GroupLayout, group_layout
+from .group_plan import GroupPlan
 from .param import storage_view
 from .rank_pieces import assemble
 
@@ -35,26 +36,11 @@ ALIGN_NBYTES = 16
 
 
 @dataclass(frozen=True)
-class GatherTarget:
-    """Where an all-gather writes.
-
-    storage:        the unsharded storage, which must be allocated while a ``Gather`` is made
-    nbytes:         its size when it is allocated
-    dtype, device:  of the unsharded parameters
-    offsets:        for each slot of the layout, the element of the storage at which its parameter begins
-    """
-
-    storage: torch.UntypedStorage
-    nbytes: int
-    dtype: torch.dtype
-    device: torch.device
-    offsets: Sequence[int]
-
-
-@dataclass(frozen=True)
 class FlatGatherPlan:
-    """One all-gather into a target, computed once.
+    """One all-gather into the unsharded storage, computed once.
 
+    storage, nbytes:  the storage, and its size when it is allocated
+    dtype, device:    of the unsharded parameters
     rank, num_shards: of the process group
     algorithm, async_op: of the collective
     allocates_early:  the pending gather writes the storage; a packed one on the host needs it only at copy-out
@@ -65,6 +51,10 @@ class FlatGatherPlan:
     rearranged:       (index of the column, cut, whole parameter) of those that are not cut along dim 0
     """
 
+    storage: torch.UntypedStorage
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
     rank: int
     num_shards: int
     algorithm: backends.AllGatherAlgorithm
@@ -80,38 +70,49 @@ class FlatGatherPlan:
 
 
 def plan_gather(
+    group: GroupPlan,
+    storage: torch.UntypedStorage,
     layout: GroupLayout,
     num_direct: int,
-    target: GatherTarget,
     process_group: dist.ProcessGroup,
     algorithm: backends.AllGatherAlgorithm | None,
-    host_waits: bool,
 ) -> FlatGatherPlan:
-    """The first ``num_direct`` slots of ``layout`` are gathered directly. algorithm: None: ``backends`` chooses."""
+    """Gather from flat shards that lie as ``layout`` says into ``storage``, which lies as the group's own layout says.
+
+    storage:    allocated
+    num_direct: the first slots are gathered directly
+    algorithm:  None: ``backends`` chooses
+    """
     num_shards, rank = layout.num_shards, process_group.rank()
-    backend = backends.backend_of(process_group, target.device.type)
-    nbytes = layout.unsharded_numel * target.dtype.itemsize
-    like = torch.empty(0, dtype=target.dtype, device=target.device)
+    dtype, device = group.param_dtype, group.device
+    backend = backends.backend_of(process_group, device.type)
+    nbytes = layout.unsharded_numel * dtype.itemsize
+    like = torch.empty(0, dtype=dtype, device=device)
+    offsets = [slot.unsharded_offset for slot in group.layout.slots]
     direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]
     direct_outputs = [
-        storage_view(target.storage, like, offset, (slot.unsharded_numel,))
-        for slot, offset in zip(direct, target.offsets, strict=False)
+        storage_view(storage, like, offset, (slot.unsharded_numel,))
+        for slot, offset in zip(direct, offsets, strict=False)
     ]
     columns: list[tuple[int, Tensor]] = []
     rearranged: list[tuple[int, Cut, Tensor]] = []
-    for slot, offset in zip(packed, target.offsets[num_direct:], strict=True):
+    for slot, offset in zip(packed, offsets[num_direct:], strict=True):
         if not slot.cut.is_row_major:
-            rearranged.append((len(columns), slot.cut, storage_view(target.storage, like, offset, slot.cut.shape)))
-        columns.append((slot.numel, storage_view(target.storage, like, offset, (num_shards, slot.numel))))
+            rearranged.append((len(columns), slot.cut, storage_view(storage, like, offset, slot.cut.shape)))
+        columns.append((slot.numel, storage_view(storage, like, offset, (num_shards, slot.numel))))
         if slot.gap > 0:  # the padding goes into the padding of the unsharded storage
             offset += slot.unsharded_numel
-            columns.append((slot.gap, storage_view(target.storage, like, offset, (num_shards, slot.gap))))
+            columns.append((slot.gap, storage_view(storage, like, offset, (num_shards, slot.gap))))
     return FlatGatherPlan(
+        storage=storage,
+        nbytes=group.unsharded_nbytes,
+        dtype=dtype,
+        device=device,
         rank=rank,
         num_shards=num_shards,
-        algorithm=algorithm or backends.choose_all_gather(backend, num_shards, nbytes, target.device.type),
+        algorithm=algorithm or backends.choose_all_gather(backend, num_shards, nbytes, device.type),
         async_op=not backends.is_stream_ordered(backend),
-        allocates_early=bool(direct) or not host_waits,
+        allocates_early=bool(direct) or not group.streams.host_waits,
         direct_bounds=[(slot.offset, slot.offset + slot.numel) for slot in direct],
         direct_outputs=direct_outputs,
         own_rows=[output.view(num_shards, -1)[rank] for output in direct_outputs],
@@ -149,6 +150,7 @@ class Gathering:
     flat:    this rank's flat shard, if there is one
     held:    what is sent instead, if the user may write ``flat``
     packed:  all ranks' rows, (W, n), of what travels packed
+    sent:    what the sender keeps of each parameter until the gather has finished
     pending: the collective, if the host waits for it
     is_sent: it is issued, and has not landed
     event:   after all work of the gather
@@ -162,6 +164,7 @@ class Gathering:
         self.flat = flat
         self.held: Tensor | None = None
         self.packed: Tensor | None = None
+        self.sent: list[Any] = []
         self.pending: collectives.Works | None = None
         self.is_sent = False
         self.event: Event = None
@@ -198,32 +201,33 @@ class Gathering:
 
 
 class Gather:
-    """Fills a storage from the flat shards of ``process_group``."""
+    """Fills a group's unsharded storage from the flat shards of ``process_group``."""
 
     def __init__(
         self,
-        layout: GroupLayout,
-        num_direct: int,
-        target: GatherTarget,
+        group: GroupPlan,
+        storage: torch.UntypedStorage,
         process_group: dist.ProcessGroup,
-        streams: Streams,
-        algorithm: backends.AllGatherAlgorithm | None,
         comm: AllGather | None,
+        smaller: GroupLayout | None = None,
     ) -> None:
-        """See ``plan_gather``. comm: a communicator of the user's, which sees the parameters without gaps between them
+        """See ``plan_gather``.
 
-        torch's contract with a communicator: one buffer for the output, (W * n,), whose own slice is the input. So
-        these groups travel packed, and pay copies that others do not.
+        comm:    a communicator of the user's, which sees the parameters without gaps between them. torch's contract
+                 with it: one buffer for the output, (W * n,), whose own slice is the input. So these groups travel
+                 packed, and pay copies that others do not.
+        smaller: of flat shards over the smaller mesh, if those are sent
         """
+        layout, num_direct = (group.layout, group.num_direct) if smaller is None else (smaller, 0)
+        algorithm = group.options.all_gather
         self._pieces = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
         if comm is not None:
             num_direct, algorithm = 0, "stock"
             layout = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)
-        self.plan = plan = plan_gather(layout, num_direct, target, process_group, algorithm, streams.host_waits)
-        self._target = target
+        self.plan = plan = plan_gather(group, storage, layout, num_direct, process_group, algorithm)
         self._process_group = process_group
         self._comm = comm
-        self._streams = streams
+        self._streams = group.streams
         self.packs = plan.async_op and algorithm is None and num_direct == 0
         shares = self.packs or (comm is None and not plan.async_op and plan.algorithm == "stock")
         self.coalesces_over = process_group if shares else None
@@ -243,20 +247,20 @@ class Gather:
         Collective: yes, over ``process_group``.
         """
         assert flat is not None
-        streams, target, plan = self._streams, self._target, self.plan
+        streams, plan = self._streams, self.plan
         behind = streams.compute
         gathering = Gathering(streams, behind, self, flat)
         held = None
         if copy:  # on compute, as the user's writes are: a copy made on another stream would race with them
-            if flat.dtype is target.dtype or flat.device != target.device:
-                held = flat.to(target.device, copy=True).to(target.dtype)
+            if flat.dtype is plan.dtype or flat.device != plan.device:
+                held = flat.to(plan.device, copy=True).to(plan.dtype)
             else:  # the cast is a copy
-                held = flat.to(target.dtype)
+                held = flat.to(plan.dtype)
             gathering.held = held
         # Resizing would move a kept storage.
-        if plan.allocates_early and target.storage.nbytes() == 0:
-            streams.resize(target.storage, target.nbytes)
-        if plan.own_rows and held is None and (flat.dtype is not target.dtype or flat.device != target.device):
+        if plan.allocates_early and plan.storage.nbytes() == 0:
+            streams.resize(plan.storage, plan.nbytes)
+        if plan.own_rows and held is None and (flat.dtype is not plan.dtype or flat.device != plan.device):
             streams.order(streams.copy_in, streams.mark(streams.compute))
             behind = streams.copy_in  # not the gather stream, where the collective before this one may still run
             with streams.on(behind):
@@ -281,7 +285,7 @@ class Gather:
 
     def _fill_own_rows(self, flat: Tensor) -> None:
         """Cast, or copy to the device, this rank's part of the direct outputs, in place: that takes no other buffer."""
-        shards = flat[: self.plan.direct_bounds[-1][1]].to(self._target.device, non_blocking=True)
+        shards = flat[: self.plan.direct_bounds[-1][1]].to(self.plan.device, non_blocking=True)
         torch._foreach_copy_(self.plan.own_rows, [shards[start:stop] for start, stop in self.plan.direct_bounds])
 
     def _send_by(self, comm: AllGather, gathering: Gathering) -> None:
@@ -296,21 +300,20 @@ class Gather:
         gathering.packed, gathering.pending = output, collectives.Works([work])
 
     def to_send(self, gathering: Gathering) -> tuple[list[Tensor], list[Tensor]]:
-        plan, target = self.plan, self._target
+        plan = self.plan
         flat, source = gathering.flat, gathering.held
         assert flat is not None
-        if source is None and (
-            flat.dtype is not target.dtype or flat.device != target.device
-        ):  # in place: each input is a row of its output
+        if source is None and (flat.dtype is not plan.dtype or flat.device != plan.device):
+            # In place: each input is a row of its output.
             if not plan.split_sizes:
                 return plan.direct_outputs, plan.own_rows
             rest = flat if plan.packed_start == 0 else flat[plan.packed_start :]
-            rest = rest.to(target.device, non_blocking=True)
-            gathering.packed = packed = rest.new_empty(rest.numel() * plan.num_shards, dtype=target.dtype)
+            rest = rest.to(plan.device, non_blocking=True)
+            gathering.packed = packed = rest.new_empty(rest.numel() * plan.num_shards, dtype=plan.dtype)
             row = packed.narrow(0, rest.numel() * plan.rank, rest.numel()).copy_(rest)
             return [packed, *plan.direct_outputs], [row, *plan.own_rows]
         if source is None:
-            source = flat.to(target.device, non_blocking=True)
+            source = flat
         if source is self._flat:
             inputs = self._flat_inputs
         else:
@@ -331,12 +334,12 @@ class Gather:
         if gathering.held is not None:
             return gathering.held
         assert gathering.flat is not None
-        return gathering.flat.to(self._target.device, non_blocking=True).to(self._target.dtype)
+        return gathering.flat.to(self.plan.device, non_blocking=True).to(self.plan.dtype)
 
     def copy_out(self, gathering: Gathering) -> None:
-        target, plan = self._target, self.plan
-        if target.storage.nbytes() == 0:  # see ``allocates_early``
-            self._streams.resize(target.storage, target.nbytes)
+        plan = self.plan
+        if plan.storage.nbytes() == 0:  # see ``allocates_early``
+            self._streams.resize(plan.storage, plan.nbytes)
         packed, gathering.packed = gathering.packed, None
         if packed is not None:
             rows = packed.view(plan.num_shards, -1)
@@ -353,16 +356,17 @@ class Gather:
 class LocalGather:
     """The gather over a single rank, which moves nothing: its flat shard is laid out as the unsharded storage is.
 
-    If the flat shard has the compute dtype and lies on the right device, ``target.storage`` is its storage, which the
-    unsharded parameters share from the start; else one copy fills them at each unshard.
+    If the flat shard has the compute dtype and lies on the right device, the unsharded parameters share its storage;
+    else one copy fills them at each unshard.
     """
 
-    def __init__(self, flat: Tensor, target: GatherTarget, streams: Streams) -> None:
-        self._target = target
-        self._streams = streams
-        like = torch.empty(0, dtype=target.dtype, device=target.device)
-        shares = torch_tensors.address_of(target.storage) == torch_tensors.address_of(flat.untyped_storage())
-        self._whole = None if shares else storage_view(target.storage, like, 0, (flat.numel(),))
+    def __init__(self, group: GroupPlan, storage: torch.UntypedStorage, flat: Tensor) -> None:
+        self._storage = storage
+        self._nbytes = group.unsharded_nbytes
+        self._streams = group.streams
+        like = torch.empty(0, dtype=group.param_dtype, device=group.device)
+        shares = torch_tensors.address_of(storage) == torch_tensors.address_of(flat.untyped_storage())
+        self._whole = None if shares else storage_view(storage, like, 0, (flat.numel(),))
 
     def start(self, flat: Tensor | None, copy: bool, together: list[Gathering] | None = None) -> Gathering:
         """Collective: no. ``flat`` is read until ``finish``, unless ``copy``."""
@@ -373,8 +377,8 @@ class LocalGather:
             streams.join_capture(streams.gather)
             gathering.event = streams.mark(streams.gather)  # this stream may wait for an optimizer's event
             return gathering
-        if self._target.storage.nbytes() == 0:
-            streams.resize(self._target.storage, self._target.nbytes)
+        if self._storage.nbytes() == 0:
+            streams.resize(self._storage, self._nbytes)
         if copy:  # on compute, as the user's writes are
             self._fill(flat, non_blocking=False)
             gathering.event = streams.mark(streams.compute)  # may be a side stream of the user's

@@ -47,12 +47,6 @@ class _Sent:
     metadata: Any
 
 
-class _ExtensionGathering(Gathering):
-    """A gather from ``start`` to ``fill``: ``packed`` is 1-D, as it is sent and received."""
-
-    sent: list[_Sent]
-
-
 @dataclass(frozen=True)
 class _Place:
     """Where one of the tensors that are sent arrives.
@@ -138,7 +132,7 @@ class ExtensionGather:
             self._allocate(self._made.direct)
         if self.coalesces_over is None:
             together = None
-        gathering = _ExtensionGathering(streams, streams.compute, self)
+        gathering = Gathering(streams, streams.compute, self)  # whose ``packed`` is 1-D
         own_row_only = together is not None and self.packs
         if copy:  # on compute, where the user's writes are
             self._pack(gathering, False, own_row_only)
@@ -189,14 +183,15 @@ class ExtensionGather:
     def copy_out(self, gathering: Gathering) -> None:
         pass  # ``fill`` does, on compute
 
-    def _pack(self, gathering: _ExtensionGathering, non_blocking: bool, own_row_only: bool) -> None:
+    def _pack(self, gathering: Gathering, non_blocking: bool, own_row_only: bool) -> None:
         """Copy the tensors of every parameter into this rank's row of its output, if it is direct, or of a buffer.
 
         own_row_only: the buffer has no rows for other ranks
         """
         plan, made = self._plan, self._made
         pieces: list[Tensor] = []
-        gathering.sent = sent = []
+        sent: list[_Sent] = []
+        gathering.sent = sent
         for param in plan.params:
             tensors, metadata = self._extensions.to_send(param, non_blocking)
             pieces += tensors
@@ -242,7 +237,6 @@ class ExtensionGather:
 
         If an extension raises, or memory runs out, ``free`` follows.
         """
-        assert isinstance(gathering, _ExtensionGathering)
         try:
             self._fill(gathering.packed, gathering.sent)
         except BaseException:

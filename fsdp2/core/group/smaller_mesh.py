@@ -16,7 +16,7 @@ from ...policy import AllGather
 from ...torch_names import torch_dtensors
 from ..plan.layout import group_layout
 from ..plan.mesh import DataParallelMesh
-from .all_gather import Gather, Gathering, GatherTarget
+from .all_gather import Gather, Gathering
 from .group_plan import GroupPlan
 from .param import ShardedParam, mark, own_shard, shard_view, sum_of_bits, whole_local
 
@@ -24,14 +24,17 @@ from .param import ShardedParam, mark, own_shard, shard_view, sum_of_bits, whole
 class SmallerShards:
     """A group's shards over ``mesh``, smaller than the group's; made while the unsharded storage is allocated."""
 
-    def __init__(self, mesh: DataParallelMesh, plan: GroupPlan, target: GatherTarget, comm: AllGather | None) -> None:
+    def __init__(
+        self, mesh: DataParallelMesh, plan: GroupPlan, storage: torch.UntypedStorage, comm: AllGather | None
+    ) -> None:
+        """storage: of the unsharded parameters"""
         self.mesh = mesh
         self._params = plan.params
         self._streams = plan.streams
         self._specs = [param.spec.over(param.fqn, mesh, plan.param_dtype) for param in plan.params]
         self._layout = group_layout([spec.cut for spec in self._specs], num_shards=mesh.shard_size, align=plan.align)
         assert mesh.shard_group is not None
-        self._gather = Gather(self._layout, 0, target, mesh.shard_group, plan.streams, plan.options.all_gather, comm)
+        self._gather = Gather(plan, storage, mesh.shard_group, comm, smaller=self._layout)
         self._flat: Tensor | None = None
         self.shown: list[nn.Parameter] = []  # the last result of ``keep_shards``
         self._version = 0  # of ``shown``, as ``keep_shards`` left it

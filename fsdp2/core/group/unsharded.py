@@ -11,7 +11,7 @@ from torch import Tensor
 from ...policy import AllGather
 from ..comm.streams import Stream
 from ..plan.mesh import DataParallelMesh
-from .all_gather import Gather, GatherTarget, LocalGather
+from .all_gather import Gather, LocalGather
 from .extension_gather import ExtensionGather
 from .group_plan import GroupPlan
 from .param import new_unsharded_param, storage_view
@@ -56,25 +56,17 @@ class Unsharded:
         for param, slot in zip(plan.params, plan.layout.slots, strict=True):
             view = storage_view(self.storage, like, slot.unsharded_offset, slot.cut.shape)
             param.unsharded = new_unsharded_param(param, param.spec.to_logical(view))
-        self._target = target = GatherTarget(
-            storage=self.storage,
-            nbytes=plan.unsharded_nbytes,
-            dtype=plan.param_dtype,
-            device=device,
-            offsets=[slot.unsharded_offset for slot in plan.layout.slots],
-        )
         if mesh.shard_group is None or mesh.shard_size == 1:
-            self.gather = LocalGather(flat, target, plan.streams)
+            self.gather = LocalGather(plan, self.storage, flat)
         else:
-            self.gather = Gather(
-                plan.layout, plan.num_direct, target, mesh.shard_group, plan.streams, options.all_gather, comm
-            )
+            self.gather = Gather(plan, self.storage, mesh.shard_group, comm)
         self.free()
 
     def cut_for(self, mesh: DataParallelMesh) -> SmallerShards:
         """Keep shards of the unsharded parameters over ``mesh``, the smaller one."""
         if self.smaller is None or self.smaller.mesh is not mesh:
-            self.smaller = SmallerShards(mesh, self._plan, self._target, self._comm)
+            assert self.storage is not None
+            self.smaller = SmallerShards(mesh, self._plan, self.storage, self._comm)
         self.smaller.keep_shards()
         return self.smaller
 

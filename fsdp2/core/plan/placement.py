@@ -70,10 +70,7 @@ class ShardSpec:
     def to_logical(self, tensor: Tensor) -> Tensor:
         if self.order is None:
             return tensor
-        inverse = [0] * len(self.order)
-        for physical, logical in enumerate(self.order):
-            inverse[logical] = physical
-        return tensor.permute(inverse)
+        return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
 def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

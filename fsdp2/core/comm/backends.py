@@ -47,9 +47,9 @@ def backend_of(process_group: dist.ProcessGroup | None, device_type: str) -> str
 
 
 def is_stream_ordered(backend: str) -> bool:
-    """Whether the caller's stream orders collectives (pass ``async_op=False``), rather than waiting for a Work.
+    """Whether the caller's stream orders collectives (pass ``async_op=False``); else the caller waits for a Work.
 
-    Backends that we do not know are waited for, which is right everywhere.
+    For a backend that fsdp2 does not know, the caller waits, which is right everywhere.
     """
     return backend in _STREAM_ORDERED
 

@@ -18,7 +18,7 @@ from .streams import Stream, Streams
 
 
 class CollectiveLog(Protocol):
-    """What is told of each collective, where it happens."""
+    """What the core calls at each collective, and when a unit's forward or backward begins or ends."""
 
     def issued(
         self,

@@ -43,7 +43,7 @@ Event = Any
 
 
 class Streams:
-    """What the runtime needs of a device to order work; where a method has a body, that of most devices."""
+    """What the runtime needs of a device to order work. A method that has a body here suits most devices as it is."""
 
     host_waits: bool
     """True where no stream orders collectives: the host waits for their results."""
@@ -108,7 +108,7 @@ class _Nowhere:
 class HostStreams(Streams):
     """The CPU: work runs when it is started, one stream is all streams, and each event is long past.
 
-    What does nothing is a function in C, which costs a step less than one in Python.
+    The methods that do nothing are functions in C, since calling a Python function takes longer.
     """
 
     host_waits = True

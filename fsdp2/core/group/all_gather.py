@@ -48,7 +48,7 @@ class FlatGatherPlan:
     direct_outputs:   where each of these goes; ``own_rows``: this rank's part of it
     packed_start:     the first element of the flat shard that travels packed
     split_sizes, copy_outs: the columns of the packed rows, and where each goes
-    rearranged:       (index of the column, cut, whole parameter) of those that are not cut along dim 0
+    rearranged:       (index of the column, cut, whole parameter) of each packed parameter that is not row-major
     """
 
     storage: torch.UntypedStorage

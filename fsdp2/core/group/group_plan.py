@@ -46,7 +46,7 @@ class GradientDtypes:
     reduced:  the dtype in which they are reduced
     kept:     the dtype of each sharded parameter's gradient; None: all have the parameters' own
     added_up: ``grad_dtype`` of those unsharded parameters for which the user has set one
-    usual:    the dtype in which the others add up gradients that a backward does not reduce
+    usual:    the dtype in which the other parameters add up gradients of backwards that do not reduce
     """
 
     reduced: torch.dtype
@@ -88,7 +88,7 @@ class GroupPlan:
     """The values that are fixed as long as a group's parameters are the same, of one dtype, in one kind of memory.
 
     device, streams: where it computes
-    params:         those of the group; the first ``num_direct`` are gathered straight into place
+    params:         the group's parameters; the first ``num_direct`` are gathered straight into place
     layout:         their slots in that order
     align:          every slot starts at a multiple of so many elements
     dtype:          of the shards

@@ -19,7 +19,7 @@ class HandedOut:
 
     job:           what it was handed out for
     stream, event: after all that was queued here
-    held:          memory of another stream than the one that reads it last, until that is ordered after ``event``
+    held:          memory that belongs to another stream, until that stream is ordered after ``event``
     output:        where gradients lie that ``add_late`` may hand out; None: there are none
     tag:           the sum of the ranks' tags, if ranks compare late
     """

@@ -32,7 +32,7 @@ def needs_own_memory(param: Tensor) -> bool:
 
 
 def leaves_of(local: Tensor) -> list[Tensor]:
-    """The tensors whose memory is that of ``local``: itself, or the ordinary tensors that a subclass is made of.
+    """The ordinary tensors that hold the memory of ``local``: itself, or those that a tensor subclass is made of.
 
     A subclass names them by ``__tensor_flatten__``. An all-gather extension need not have that method: in a wrapper
     without it, the tensors among its attributes count.

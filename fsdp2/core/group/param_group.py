@@ -220,7 +220,7 @@ class ParamGroup:
     def _make_unsharded(self) -> Unsharded:
         plan = self.plan
         kept_on = torch.device("cpu") if plan.options.offload else self.device
-        # Those that are elsewhere by their own account; their values have been moved.
+        # ``verify`` has moved the values of these to the right device, but the DTensors themselves name another.
         misplaced = [param for param in self.params if param.sharded.device.type != kept_on.type]
         if misplaced:
             raise misplaced_error([f"{each.fqn} on {each.sharded.device}" for each in misplaced], str(kept_on))

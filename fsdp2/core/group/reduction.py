@@ -52,7 +52,7 @@ class Reduction:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the output is the input, whose memory is compute's: so it is over one rank."""
+        """Whether the output is the input, whose memory belongs to compute, because there is one shard rank."""
         return self.job.plan.num_shards == 1
 
     @property
@@ -69,7 +69,7 @@ class Reduction:
 
     @property
     def reduced(self) -> tuple[Stream, Event]:
-        """The event after all legs, and its stream: a stream's last such event is after all its earlier ones."""
+        """The stream of the last leg, and the event after it, which a later reduction's event on that stream covers."""
         if self.handed_out is None:
             return self._streams.reduce, self._scattered
         return self.handed_out.stream, self.handed_out.event

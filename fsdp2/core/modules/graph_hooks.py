@@ -102,9 +102,10 @@ def below(node: Any) -> Any:
 
 
 def find_bottoms(part: GraphPart, nodes: list[Any]) -> None:
-    """Give a call nodes that run with each of ``nodes``, its outputs' nodes, unless one is also the node of an input.
+    """Note a *bottom* of the call for each of ``nodes``, its outputs' nodes: a node below it with only leaves below.
 
-    A bottom has only leaves below it, so the nodes that reference the call never form a cycle with it.
+    Backward runs the bottom whenever it runs the output's node. A path down that reaches an input's node has no bottom.
+    With only leaves below, the nodes that reference the call never form a cycle with it.
     """
     passed = set(part)
     for node in nodes:

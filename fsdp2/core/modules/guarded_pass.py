@@ -1,9 +1,9 @@
 """A forward and backward that an exception has ended on this rank: it goes on without computing, as other ranks wait.
 
-Each pass notes when modules of units begin and end forward. The moments that a failed pass has left are those of the
-pass before. The same hooks serve them, with tensors of one element, so that ranks gather and reduce in the same order.
-Backward follows the log of forward (``forward_log.py``). This rank's gradients are dropped before they are reduced, as
-those of a stand-in.
+Each pass notes when modules of units begin and end forward. The pass before tells which of these moments a failed pass
+still lacks. This rank runs the same hooks for them, with tensors of one element, so that it gathers and reduces in the
+order of the other ranks. Backward follows the log of forward (``forward_log.py``). This rank drops its gradients before
+they are reduced.
 
 Worked example, units a and b in a root; a raises on this rank
 

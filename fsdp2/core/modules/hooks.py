@@ -130,7 +130,7 @@ class UnitHooks:
     def called_by(
         self, before: Callable[..., Any], after: Callable[..., Any], failed: Callable[..., Any]
     ) -> Iterator[None]:
-        """Inside, these are called instead of pre-hook, post-hook and ``end_failed_forward``, which they get first."""
+        """Inside, these run instead of pre-hook, post-hook and ``end_failed_forward``, their first argument."""
         own = self.pre_forward, self.post_forward
         self.pre_forward = torch_compiler.dynamo_disabled(functools.partial(before, own[0]))
         self.post_forward = torch_compiler.dynamo_disabled(functools.partial(after, own[1]))

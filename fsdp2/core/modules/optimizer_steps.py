@@ -34,7 +34,7 @@ class _Checked(NamedTuple):
 
     params:  the ids of its parameters
     sharded: how many groups were sharded by then
-    groups:  those of its parameters, each with these
+    groups:  the groups of its parameters, each with those parameters
     """
 
     params: tuple[int, ...]
@@ -47,7 +47,7 @@ class _Steps:
 
     sharded:  number of groups of parameters that were sharded so far
     checked:  each optimizer at its last check
-    waiting:  gradients that have waited for their last micro-batch; those that are done leave at the next step
+    waiting:  groups' gradients that have waited for a last micro-batch; the next step forgets those that no longer wait
     asked:    called before each step, with the optimizer; they may raise
     begun:    number of steps of any optimizer that have begun, for records of a run; ranks must not decide by it,
               because one rank may step an optimizer of its own

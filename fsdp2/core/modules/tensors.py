@@ -130,9 +130,9 @@ class StoredTensors:
 
 
 def stored_tensors(module: nn.Module, known: StoredTensors | None) -> StoredTensors | None:
-    """The tensors stored on ``module`` and below it, but not below modules sharded themselves, and those of ``known``.
+    """The tensors stored on ``module`` and below it, except below modules that are sharded themselves; None: none.
 
-    Returns: None if there are none
+    known: what was found in evaluation, for training, or the reverse; it gets the new places too, and is the result
     """
     found: dict[int, nn.Module] = {}
     _visit(module, found)

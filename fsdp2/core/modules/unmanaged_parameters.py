@@ -96,7 +96,7 @@ def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def warn_of_forgotten_root(trained: Sequence[Tensor], num_sharded: int) -> None:
-    """Warn once for each model of parameters next to sharded ones: its blocks were sharded, the model was not.
+    """Warn once for each model whose blocks were sharded but not the model itself, so that some parameters stay plain.
 
     trained:     parameters of one optimizer
     num_sharded: how many groups of parameters were sharded so far; modules are looked at once for each number

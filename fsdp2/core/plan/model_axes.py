@@ -124,7 +124,7 @@ def local_gradient(
     """The local tensor of a gradient: placed like its parameter on model axes; on data-parallel axes, this rank's term.
 
     data_axes:  axes of ``model.mesh`` over which the gradient is going to be reduced
-    once:       those of them over which a gradient that all ranks hold counts once
+    once:       data axes over which a Replicate gradient counts once, not once per rank
     dtype:      in which it is redistributed over model axes, where terms may be added up; None: the gradient's own
     Collective: yes, over axes where it has to be redistributed.
     """

@@ -1,4 +1,4 @@
-"""The version of FSDP2 that decides where versions differ in numbers: ``fully_shard`` reads it, its units keep it.
+"""The version of FSDP2 whose numbers fsdp2 gives where versions differ: ``fully_shard`` reads it, units keep it.
 
 "2.13"  gradients are reduced in ``reduce_dtype``, else in the dtype that the forward computed with (torch 2.11 to 2.14)
 "2.15"  ... else in ``param.grad_dtype`` if that was set, else in the parameter's own dtype: with bf16 compute and fp32

@@ -41,6 +41,7 @@ from .options import GroupOptions
 from .own_memory import has_extension, leaves_of
 from .param import ShardedParam, has_values_of_shard
 from .shown_parameters import ModuleRegistry, show
+from .smaller_mesh import SmallerShards
 from .unsharded import Unsharded
 
 
@@ -80,6 +81,7 @@ class ParamGroup:
     file:            the file that holds ``flat``, or parameters with memory of their own; None: there is no file
     unsharded:       None until the first unshard by this plan
     gathering:       the gather under way, while UNSHARDING
+    smaller:         its shards over the smaller mesh, while RESHARDED, or UNSHARDING from these
     keeps_storage:   ``reshard`` leaves the unsharded memory allocated
     written_at:      the moment (``call.next_moment``) when an optimizer of its parameters last began a step, or a state
                      dict was loaded: fused and foreach optimizers do not move the version counters of DTensors
@@ -103,6 +105,7 @@ class ParamGroup:
         self.file: MappedFile | None = None
         self.unsharded: Unsharded | None = None
         self.gathering: Gathering | None = None
+        self.smaller: SmallerShards | None = None
         self.keeps_storage = False
         self.written_at = -1
         self.is_parked = False
@@ -325,9 +328,8 @@ class ParamGroup:
         if collective_log.current is not None:
             self._log_gather(collective_log.current)
         try:
-            if self.state is GroupState.RESHARDED:
-                assert unsharded.smaller is not None
-                self.gathering = unsharded.smaller.start(together)
+            if self.smaller is not None:
+                self.gathering = self.smaller.start(together)
             else:
                 flat, self._reads_host = self.flat, self.plan.options.offload
                 if flat is not None and self.file is not None and self.plan.options.pin_memory:
@@ -372,8 +374,9 @@ class ParamGroup:
         if self.state is GroupState.UNSHARDING:
             unsharded, self.gathering = self.unsharded, None
             assert unsharded is not None
-            if unsharded.smaller is not None and unsharded.smaller.has_shards:
-                unsharded.smaller.drop()
+            if self.smaller is not None:
+                self.smaller.drop()
+                self.smaller = None
                 self.registry.show_sharded()
             self.state = GroupState.SHARDED
             self._free_unused(unsharded)
@@ -408,8 +411,9 @@ class ParamGroup:
                 raise_lost(error, f"the all-gather of {self.fqn or 'the root'}")
             raise
         self.gathering = None
-        if unsharded.smaller is not None and unsharded.smaller.has_shards:
-            unsharded.smaller.drop()
+        if self.smaller is not None:
+            self.smaller.drop()
+            self.smaller = None
         elif self.file is not None:
             READ_AHEAD.end(self.file)
         if log is not None:
@@ -445,7 +449,7 @@ class ParamGroup:
 
     def unsharded_version(self) -> int:
         """Changes when the user writes in place an unsharded parameter, or a shard over the smaller mesh."""
-        smaller = self.unsharded.smaller if self.state is GroupState.RESHARDED and self.unsharded is not None else None
+        smaller = self.smaller if self.state is GroupState.RESHARDED else None
         versions = [param.unsharded._version for param in self.params if param.unsharded is not None]
         return sum(versions) - self._num_told + (0 if smaller is None else smaller.num_writes())
 
@@ -454,10 +458,8 @@ class ParamGroup:
 
         Collective: no.
         """
-        if self.state is GroupState.RESHARDED:
-            assert self.unsharded is not None
-            assert self.unsharded.smaller is not None
-            return self.unsharded.smaller.written_unseen()
+        if self.smaller is not None and self.state is GroupState.RESHARDED:
+            return self.smaller.written_unseen()
         if self.plan.has_own_memory or self.all_gather_comm is not None:
             return []  # extensions and communicators of the user may gather other values than the shard's
         if self.state not in (GroupState.UNSHARDED, GroupState.HIDDEN):
@@ -468,7 +470,7 @@ class ParamGroup:
 
     def take_over_toggles(self) -> None:
         """Take over ``requires_grad`` that the user set between iterations, on the shown or the sharded parameters."""
-        smaller = [] if self.unsharded is None or self.unsharded.smaller is None else self.unsharded.smaller.shown
+        smaller = [] if self.smaller is None else self.smaller.shown
         for param, shown in zip(self.params, smaller, strict=False):  # empty unless resharded to the smaller mesh
             if shown.requires_grad is not param.trainable:
                 param.sharded.requires_grad_(shown.requires_grad)
@@ -501,9 +503,9 @@ class ParamGroup:
         if before is not GroupState.HIDDEN:
             self.registry.show_sharded()
         self.state = GroupState.SHARDED
-        if before is GroupState.RESHARDED:
-            assert unsharded.smaller is not None
-            unsharded.smaller.drop()
+        if self.smaller is not None:
+            self.smaller.drop()
+            self.smaller = None
         elif not self.keeps_storage:
             unsharded.free()
 
@@ -525,7 +527,7 @@ class ParamGroup:
             assert self.unsharded is not None
             smaller = self.unsharded.cut_for(self.smaller_mesh)
             show(self.params, smaller.shown)
-            self.state = GroupState.RESHARDED
+            self.state, self.smaller = GroupState.RESHARDED, smaller
             if not self.keeps_storage:
                 self.unsharded.free()
 

@@ -40,10 +40,6 @@ class SmallerShards:
         self._version = 0  # of ``shown``, as ``keep_shards`` left it
         self._sums: list[tuple[int, int]] = []
 
-    @property
-    def has_shards(self) -> bool:
-        return self._flat is not None
-
     def storages(self) -> list[torch.UntypedStorage]:
         """The storage of this rank's flat buffer, while it holds shards."""
         return [] if self._flat is None else [self._flat.untyped_storage()]

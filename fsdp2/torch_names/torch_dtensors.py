@@ -67,6 +67,11 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def spec_of(tensor: Tensor) -> DTensorSpec:
     """The spec of a tensor that is a DTensor."""
     assert isinstance(tensor, DTensor)

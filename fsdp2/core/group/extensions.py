@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ...errors import ExtensionError
 from ...torch_names import torch_autograd, torch_dtensors, torch_tensors
@@ -130,7 +129,7 @@ class Extensions:
             return
         unsharded = param.unsharded
         assert unsharded is not None
-        local = torch_dtensors.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded
+        local = torch_dtensors.local_of(unsharded)
         # The method writes the values that autograd has saved views of: for autograd nothing has changed.
         with torch_autograd.preserved_versions((unsharded, local, *kept)):
             post(gathered, metadata, self._param_dtype, out=unsharded)

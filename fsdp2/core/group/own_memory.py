@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...errors import ExtensionError
 from ...torch_names import torch_dtensors, torch_tensors
@@ -27,7 +26,7 @@ def has_extension(local: Tensor) -> bool:
 
 def needs_own_memory(param: Tensor) -> bool:
     """Whether a parameter (the local tensor of a DTensor) cannot be a piece of a flat buffer."""
-    local = torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
+    local = torch_dtensors.local_of(param)
     return has_extension(local) or torch_tensors.is_traceable_wrapper_subclass(torch_dtensors.waited_for(local))
 
 
@@ -52,7 +51,7 @@ def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise ExtensionError naming all parameters with half an extension, or of a kind that cannot be sharded."""
     found = []
     for name, param in params:
-        local = torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
+        local = torch_dtensors.local_of(param)
         problem = missing_half(local) or _refused_release(local)
         if problem is None and needs_own_memory(local):
             if local.ndim == 0:

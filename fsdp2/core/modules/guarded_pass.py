@@ -181,10 +181,10 @@ class GuardedPass:
     def place(self) -> str:
         """Where the pass is: "forward of blocks.1"."""
         if self._open:
-            return f"forward of {_name(self._open[-1][0])}"
+            return f"forward of {self._open[-1][0].name}"
         backward = None if self._units[0].schedule is None else self._units[0].schedule.backward
         if isinstance(backward, LoggedBackward) and backward.last is not None:
-            return f"backward, after that of {_name(backward.last)} had begun"
+            return f"backward, after that of {backward.last.name} had begun"
         if self._moments and self._moments[-1].kind == "backward":
             return "the code after backward"
         return "the loss" if self._moments else "the code before forward"
@@ -269,7 +269,3 @@ _ANOTHER_ORDER = "passes do not run the same modules in the same order, so nobod
 
 def _is_gathered(unit: Unit) -> bool:
     return any(group.mesh.shard_size > 1 for group in unit.uses)
-
-
-def _name(unit: Unit) -> str:
-    return unit.fqn or "the root"

@@ -69,12 +69,18 @@ class Loading(Saving):
     """Before loading: values go into the sharded parameters, from whole tensors as well."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """state_dict: torch's own copy, so that the caller's stays"""
         self._unit.reshard_for_all()
         now = next_moment()
+        owned = list(_owned_by(module, self._unit))
         for group in self._unit.uses:
-            owned = _owned_by(module, self._unit)
             group.note_write(now, [param for its, param, name in owned if its is group and prefix + name in state_dict])
-        cut_whole_tensors(self._unit, module, state_dict, prefix)
+        for group, param, name in owned:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor) or group.plan.has_own_memory:  # a subclass decides by itself what it takes
+                continue
+            if isinstance(value, Tensor) and value.shape == param.sharded.shape:
+                state_dict[prefix + name] = cut_whole(param, value)
 
 
 class Loaded(Saving):
@@ -94,16 +100,6 @@ def _owned_by(module: nn.Module, unit: Unit) -> Iterator[tuple[ParamGroup, Shard
             for owner in param.owners:
                 if owner.module is module:
                     yield group, param, owner.name
-
-
-def cut_whole_tensors(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace the values for parameters of ``module``. state_dict: torch's own copy, so that the caller's stays."""
-    for group, param, name in _owned_by(module, unit):
-        value = state_dict.get(prefix + name)
-        if isinstance(value, DTensor) or group.plan.has_own_memory:  # a tensor subclass decides by itself what it takes
-            continue
-        if isinstance(value, Tensor) and value.shape == param.sharded.shape:
-            state_dict[prefix + name] = cut_whole(param, value)
 
 
 @torch.no_grad()

@@ -147,7 +147,7 @@ def shard_spec(name: str, param: nn.Parameter, mesh: DataParallelMesh, placement
     """
     dim = 0 if placement is None else placement.dim
     ndim = param.ndim
-    local = torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
+    local = torch_dtensors.local_of(param)
     order = memory_order(local)
     shape, strides = param.shape, param.stride()
     if order is None and not local.is_contiguous():  # overlapping or sliced: the shard becomes contiguous

@@ -146,7 +146,7 @@ def _new_groups(
     borrowed = _borrow(read.tied, read.place, options)
     with torch.no_grad():  # before any change: tensor subclasses may refuse to be cut
         cut = {
-            param: cut_out(each.name, _local(param), specs[param], each.mesh.shard_rank)
+            param: cut_out(each.name, torch_dtensors.local_of(param), specs[param], each.mesh.shard_rank)
             for param, each in found.items()
             if needs_own_memory(param)
         }
@@ -188,10 +188,6 @@ def _shard(
         torch_tensors.set_grad_dtype(sharded.sharded, grad_dtype)
     refuse_gradients(param, sharded)
     return sharded
-
-
-def _local(param: nn.Parameter) -> Tensor:
-    return torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...policy import AllGather
-from ...torch_names import torch_tensors
 from ..comm import backends, collectives
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut, GroupLayout, group_layout
@@ -360,13 +359,13 @@ class LocalGather:
     else one copy fills them at each unshard.
     """
 
-    def __init__(self, group: GroupPlan, storage: torch.UntypedStorage, flat: Tensor) -> None:
+    def __init__(self, group: GroupPlan, storage: torch.UntypedStorage, shares: bool) -> None:
+        """shares: ``storage`` is that of the flat shard"""
         self._storage = storage
         self._nbytes = group.unsharded_nbytes
         self._streams = group.streams
         like = torch.empty(0, dtype=group.param_dtype, device=group.device)
-        shares = torch_tensors.address_of(storage) == torch_tensors.address_of(flat.untyped_storage())
-        self._whole = None if shares else storage_view(storage, like, 0, (flat.numel(),))
+        self._whole = None if shares else storage_view(storage, like, 0, (group.layout.shard_numel,))
 
     def start(self, flat: Tensor | None, copy: bool, together: list[Gathering] | None = None) -> Gathering:
         """Collective: no. ``flat`` is read until ``finish``, unless ``copy``."""

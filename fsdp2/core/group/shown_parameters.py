@@ -25,24 +25,24 @@ class ModuleRegistry:
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self._params = list(params)
+        self._owned = [
+            (owner.module._parameters, owner.name, param, owner.module) for param in params for owner in param.owners
+        ]
         self._is_prepared = False
         # The ``_parameters`` of each module that owns some, and their entries while sharded and while unsharded.
         self._entries: list[tuple[dict[str, Any], dict[str, nn.Parameter], dict[str, nn.Parameter]]] = []
         self._slow: list[tuple[nn.Module, str, ShardedParam]] = []
-        self._owned = [(owner.module._parameters, owner.name, param) for param in params for owner in param.owners]
         show(params, [param.sharded for param in params])
 
     def add_owner(self, param: ShardedParam, owner: Owner) -> None:
         """Show ``param`` at one more place, which a later ``fully_shard`` call found tied to it."""
         param.owners.append(owner)
-        self._owned.append((owner.module._parameters, owner.name, param))
+        self._owned.append((owner.module._parameters, owner.name, param, owner.module))
         self._is_prepared = False
         set_parameter(owner.module, owner.name, param.sharded)
 
     def remove(self, param: ShardedParam) -> None:
         """Forget ``param``, which leaves the group."""
-        self._params.remove(param)
         self._owned = [entry for entry in self._owned if entry[2] is not param]
         self._is_prepared = False
 
@@ -55,15 +55,14 @@ class ModuleRegistry:
         self._is_prepared = True
         self._slow = []
         found: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
-        for param in self._params:
-            for owner in param.owners:
-                if type(owner.module).__setattr__ is not nn.Module.__setattr__:
-                    self._slow.append((owner.module, owner.name, param))
-                    continue
-                parameters = owner.module._parameters
-                assert param.unsharded is not None
-                _, sharded, unsharded = found.setdefault(id(parameters), (parameters, {}, {}))
-                sharded[owner.name], unsharded[owner.name] = param.sharded, param.unsharded
+        for _, name, param, module in self._owned:
+            if type(module).__setattr__ is not nn.Module.__setattr__:
+                self._slow.append((module, name, param))
+                continue
+            assert param.unsharded is not None
+            parameters = module._parameters
+            _, sharded, unsharded = found.setdefault(id(parameters), (parameters, {}, {}))
+            sharded[name], unsharded[name] = param.sharded, param.unsharded
         self._entries = list(found.values())
 
     def show_sharded(self) -> None:
@@ -89,7 +88,7 @@ class ModuleRegistry:
         has_own_memory: by the group's plan
         """
         intact = True
-        for parameters, name, param in self._owned:
+        for parameters, name, param, _ in self._owned:
             now = parameters.get(name)
             sharded = param.sharded
             if now is not sharded:

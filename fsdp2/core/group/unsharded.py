@@ -57,7 +57,7 @@ class Unsharded:
             view = storage_view(self.storage, like, slot.unsharded_offset, slot.cut.shape)
             param.unsharded = new_unsharded_param(param, param.spec.to_logical(view))
         if mesh.shard_group is None or mesh.shard_size == 1:
-            self.gather = LocalGather(plan, self.storage, flat)
+            self.gather = LocalGather(plan, self.storage, self._shares)
         else:
             self.gather = Gather(plan, self.storage, mesh.shard_group, comm)
         self.free()

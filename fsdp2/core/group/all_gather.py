@@ -312,7 +312,7 @@ class Gather:
             row = packed.narrow(0, rest.numel() * plan.rank, rest.numel()).copy_(rest)
             return [packed, *plan.direct_outputs], [row, *plan.own_rows]
         if source is None:
-            source = flat
+            source = flat.to(plan.device, non_blocking=True)
         if source is self._flat:
             inputs = self._flat_inputs
         else:

@@ -13,25 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if hasattr(dist, "all_gather_single"):  # torch 2.13; it deprecates the older names
+_IS_NEW = hasattr(dist, "all_gather_single")  # torch 2.13; it deprecates the older names
+ALL_GATHER = "all_gather_single" if _IS_NEW else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if _IS_NEW else "reduce_scatter_tensor"
+"""Names on ``torch.distributed``: in each step the core saves the call of a function here."""
 
-    def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-        return dist.all_gather_single(output, input, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
-    def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-        return dist.reduce_scatter_single(  # type: ignore[no-any-return]
-            output, input, op=op, group=group, async_op=async_op
-        )
+def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    return getattr(dist, ALL_GATHER)(output, input, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
-else:  # torch 2.11 and 2.12
 
-    def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)  # type: ignore[no-any-return]
-
-    def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-        return dist.reduce_scatter_tensor(  # type: ignore[no-any-return]
-            output, input, op=op, group=group, async_op=async_op
-        )
+def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    return getattr(dist, REDUCE_SCATTER)(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
 
 class one_launch:  # noqa: N801 (a context manager)

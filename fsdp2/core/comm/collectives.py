@@ -57,18 +57,17 @@ def all_gather(
             inputs = [each.view(torch.uint8) for each in inputs]
             break
     if algorithm == "stock":
+        gather = getattr(dist, torch_collectives.ALL_GATHER)
         if async_op:
             pairs = zip(outputs, inputs, strict=True)
-            works = [
-                torch_collectives.all_gather_single(output, input_, process_group, True) for output, input_ in pairs
-            ]
+            works = [gather(output, input_, group=process_group, async_op=True) for output, input_ in pairs]
             return Works(works, (outputs, inputs))
         if len(outputs) == 1:
-            torch_collectives.all_gather_single(outputs[0], inputs[0], process_group, False)
+            gather(outputs[0], inputs[0], group=process_group, async_op=False)
         else:
             with torch_collectives.one_launch(process_group, outputs[0].device):
                 for output, input_ in zip(outputs, inputs, strict=True):
-                    torch_collectives.all_gather_single(output, input_, process_group, False)
+                    gather(output, input_, group=process_group, async_op=False)
         return None
     rank = process_group.rank()
     works = []
@@ -103,12 +102,9 @@ def reduce_scatter(
             output.div_(division.postdivide)
         return _issued(Works(()), async_op)
     if algorithm == "stock":
-        work = torch_collectives.reduce_scatter_single(output, input, division.op, process_group, async_op)
-        if async_op:
-            return Works([work], (input,), output, division.postdivide)
-        if division.postdivide is not None:
-            output.div_(division.postdivide)
-        return None
+        scatter = getattr(dist, torch_collectives.REDUCE_SCATTER)
+        work = scatter(output, input, op=division.op, group=process_group, async_op=async_op)
+        return _issued(Works([work], (input,), output, division.postdivide), async_op)
     rank = process_group.rank()
     rows = input.view(world_size, output.numel()).unbind()
     if algorithm == "all_reduce":
@@ -149,11 +145,7 @@ def all_reduce(
         return _issued(Works(()), async_op)
     if algorithm == "stock":
         work = dist.all_reduce(buffer, op=division.op, group=process_group, async_op=async_op)
-        if async_op:
-            return Works([work], (), buffer, division.postdivide)
-        if division.postdivide is not None:
-            buffer.div_(division.postdivide)
-        return None
+        return _issued(Works([work], (), buffer, division.postdivide), async_op)
     assert division.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {division}"
     gathered = buffer.new_empty(world_size * buffer.numel())
     work = torch_collectives.all_gather_single(gathered, buffer, process_group, async_op)

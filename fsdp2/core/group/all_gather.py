@@ -40,7 +40,7 @@ class FlatGatherPlan:
 
     storage, nbytes:  the storage, and its size when it is allocated
     dtype, device:    of the unsharded parameters
-    rank, num_shards: of the process group
+    num_shards:       of the process group
     algorithm, async_op: of the collective
     allocates_early:  the pending gather writes the storage; a packed one on the host needs it only at copy-out
     direct_bounds:    of the flat shard, for each parameter that is gathered directly
@@ -54,7 +54,6 @@ class FlatGatherPlan:
     nbytes: int
     dtype: torch.dtype
     device: torch.device
-    rank: int
     num_shards: int
     algorithm: backends.AllGatherAlgorithm
     async_op: bool
@@ -107,7 +106,6 @@ def plan_gather(
         nbytes=group.unsharded_nbytes,
         dtype=dtype,
         device=device,
-        rank=rank,
         num_shards=num_shards,
         algorithm=algorithm or backends.choose_all_gather(backend, num_shards, nbytes, device.type),
         async_op=not backends.is_stream_ordered(backend),
@@ -225,6 +223,7 @@ class Gather:
             layout = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)
         self.plan = plan = plan_gather(group, storage, layout, num_direct, process_group, algorithm)
         self._process_group = process_group
+        self._rank = process_group.rank()
         self._comm = comm
         self._streams = group.streams
         self.packs = plan.async_op and algorithm is None and num_direct == 0
@@ -292,7 +291,7 @@ class Gather:
         sizes = [stop - start for start, stop in self._pieces]
         numel = sum(sizes)
         output = comm.allocate((numel * self.plan.num_shards,), dtype=source.dtype, device=source.device)
-        own = output.narrow(0, numel * self.plan.rank, numel)
+        own = output.narrow(0, numel * self._rank, numel)
         torch._foreach_copy_(list(torch.split(own, sizes)), [source[start:stop] for start, stop in self._pieces])
         is_async = gathering.held is not None  # the user unshards asynchronously
         work = comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=is_async)
@@ -309,7 +308,7 @@ class Gather:
             rest = flat if plan.packed_start == 0 else flat[plan.packed_start :]
             rest = rest.to(plan.device, non_blocking=True)
             gathering.packed = packed = rest.new_empty(rest.numel() * plan.num_shards, dtype=plan.dtype)
-            row = packed.narrow(0, rest.numel() * plan.rank, rest.numel()).copy_(rest)
+            row = packed.narrow(0, rest.numel() * self._rank, rest.numel()).copy_(rest)
             return [packed, *plan.direct_outputs], [row, *plan.own_rows]
         if source is None:
             source = flat.to(plan.device, non_blocking=True)

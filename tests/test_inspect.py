@@ -61,6 +61,7 @@ def said_of(model: nn.Module) -> list[object]:
             unit.is_kept_as_root,
             unit.reduces(),
             unit.all_reduces(),
+            unit.accumulates(),
             unit.ranks,
             [
                 (

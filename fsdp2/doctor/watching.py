@@ -221,13 +221,14 @@ class watch(UntilStopped):  # noqa: N801 (called as a function is)
             if close.gradient is not None:
                 close.values, close.step = _some_values(close.gradient[0]), current_step()
             close.backwards.is_through, close.backwards.goes_through = close.backwards.goes_through, False
-            close.backwards.accumulates |= not all(unit.reduces() for unit in self._units)
+            accumulates = any(unit.accumulates() for unit in self._units)
+            close.backwards.accumulates |= accumulates
             self._stepped.clear()
             if not any(module.training for module in self._inspected.model.modules()):
                 close.findings.append(learning.in_eval_mode(self._inspected.model))
             added = [param for param, left in close.left.items() if param.grad is not None and _differs(sample_of(param), left)]
             close.backwards.added += added
-            if added or all(unit.reduces() for unit in self._units):  # else gradients are as they were, and a backward follows
+            if added or not accumulates:  # else gradients are as they were, and a backward follows
                 close.left.clear()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -423,7 +424,7 @@ class watch(UntilStopped):  # noqa: N801 (called as a function is)
 class _Backwards:
     """Of one step.
 
-    heard:     the losses; accumulates: gradient sync was off in one; gave: the last one left gradients
+    heard:     the losses; accumulates: gradients of one waited for the next; gave: the last one left gradients
     added:     parameters to whose gradients one has added, with which an optimizer had stepped
     continues: the last forward's inputs require gradients; is_through: so did those of the last backward; goes_through: of this one
     """
@@ -450,7 +451,7 @@ class _Close:
     left:     samples of gradients that backward found, with which an optimizer had stepped
     values:   of the parameter in ``gradient``; step: when they were taken
     has_dropped: its gradient was cleared before another backward
-    backwards: the losses that were heard, how many there were, and whether gradient sync was off in one
+    backwards: the losses that were heard, how many there were, and whether gradients of one waited for the next
     """
 
     is_on: bool = True

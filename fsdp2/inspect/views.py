@@ -116,6 +116,7 @@ class Unit:
     is_kept_as_root: the user has not chosen ``reshard_after_forward``, so that the unit stays unsharded if it is the root
     reduces:         returns whether the next backward reduces its gradients over the shard axis
     all_reduces:     returns False if the user has switched off the all-reduce over replicas, and did not ask to add up shards instead
+    accumulates:     returns whether the user has said that gradients of the next backward wait for those of a later one
     on_backward_end: calls its argument at the end of each backward that this unit ends, until the function that it returns is called.
                      The root ends fsdp2's backwards, the unit whose gradients come first torch's: register it on each
     contributes:     returns False while this rank runs a stand-in for a batch that it does not have, whose gradients are dropped
@@ -132,6 +133,7 @@ class Unit:
     is_kept_as_root: bool
     reduces: Callable[[], bool]
     all_reduces: Callable[[], bool]
+    accumulates: Callable[[], bool]
     on_backward_end: Callable[[Callable[[], None]], Callable[[], None]]
     contributes: Callable[[], bool] = lambda: True
 

@@ -35,7 +35,7 @@ class Scales:
         self._probes: dict[str, Probe] = {}
         self._num_losses = 0  # in each backward
         self._inputs: list[int | None] = []  # digests, of each forward
-        self._accumulates = False  # gradient sync was off in a backward
+        self._accumulates = False  # gradients of a backward waited for the next
         self._undo = contextlib.ExitStack()
         self._computed = self._undo.enter_context(gradients_heard(self.inspected.params, self.inspected.units[0].contributes))
         self._received = received(())
@@ -57,7 +57,7 @@ class Scales:
 
     def _note(self) -> None:
         """A backward has ended: nobody has clipped or unscaled its gradients yet."""
-        self._accumulates |= not all(unit.reduces() for unit in self.inspected.units)
+        self._accumulates |= any(unit.accumulates() for unit in self.inspected.units)
         self._received = received(self.inspected.groups)
 
     def _heard(self, name: str, usual: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -243,9 +243,11 @@ def clipped_by_an_empty_generator() -> None:
     train(model, optimizer, before=lambda: clip_grad_norm_(params, 1.0))
 
 
-def micro_batches(switch: Callable[[Any, bool], object], last: bool = True, divisor: int = 2, clears: bool = False) -> Program:
+def micro_batches(
+    switch: Callable[[Any, bool], object], last: bool = True, divisor: int = 2, clears: bool = False, **options: Any
+) -> Program:
     def program() -> None:
-        model = sharded(mlp())
+        model = sharded(mlp(), **options)
         optimizer = adamw(model)
         torch.manual_seed(11 + dist.get_rank())
         for x, y in batches():
@@ -262,6 +264,39 @@ def micro_batches(switch: Callable[[Any, bool], object], last: bool = True, divi
 
 def no_switch(model: Any, last: bool) -> None:
     pass
+
+
+def accumulated(divisor: int, clears: bool = True) -> Program:
+    """By ``fsdp2.accumulate``, which in zero3 reduces each micro-batch."""
+
+    def program() -> None:
+        model = sharded(mlp())
+        optimizer = adamw(model)
+        torch.manual_seed(11 + dist.get_rank())
+        for x, y in batches():
+            for index in range(2):
+                with accumulate(model, index == 1):
+                    (loss_of(model, x[index::2], y[index::2]) / divisor).backward()
+            optimizer.step()
+            if clears:
+                optimizer.zero_grad()
+
+    return program
+
+
+def accumulate(model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
+    if fully_shard is fsdp2.fully_shard:
+        return fsdp2.accumulate(model, last=last)
+    model.set_requires_gradient_sync(last)
+    return contextlib.nullcontext()
+
+
+def replicas_in_micro_batches(divisor: int) -> Program:
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        micro_batches(lambda model, last: model.set_requires_all_reduce(last), divisor=divisor, mesh=mesh)()
+
+    return program
 
 
 def mean_of_each_rank() -> None:
@@ -478,6 +513,9 @@ FAULTS: list[tuple[Program, str]] = [  # the name of its check, and of what foll
     (all_frozen_but_the_input, "nothing-trains"),
     (same_dropout_on_all_ranks, "same-random-numbers"),
     (micro_batches(lambda model, last: model.set_requires_gradient_sync(last), divisor=1), "gradient-scale"),
+    (accumulated(divisor=1), "gradient-scale"),
+    (accumulated(divisor=2, clears=False), "gradients-not-cleared"),
+    (replicas_in_micro_batches(divisor=1), "gradient-scale"),
     (mean_of_each_rank, "token-weights"),
     (sum_over_ranks, "gradient-scale"),
     (block_with_another_divisor, "gradient-scale"),
@@ -716,6 +754,8 @@ HEALTHY: list[Program] = [
     clipped(fsdp2.clip_grad_norm_),
     micro_batches(lambda model, last: model.set_requires_gradient_sync(last)),
     micro_batches(no_switch),
+    accumulated(divisor=2),
+    replicas_in_micro_batches(divisor=2),
     evaluates(keeps_graph=False),
     evaluates(keeps_graph=True),
     cleared_to_zeros,

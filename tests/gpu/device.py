@@ -209,16 +209,22 @@ class Hostile(DeviceStreams):
 
 
 @contextlib.contextmanager
-def new_memory_is_nan(device: Device) -> Iterator[None]:
-    """Inside, ``torch.empty`` is full of NaN. (The pretend accelerator's always is.)"""
+def new_memory(device: Device, is_nan: bool = False) -> Iterator[None]:
+    """Inside, ``torch.empty`` is full of NaN if ``is_nan``. (The pretend accelerator's always is.)
+
+    Torch fills new memory under deterministic algorithms alone, whose bits may be others: a run to compare with takes these as well.
+    """
     if not device.is_cuda:
         yield
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)  # under which torch fills new memory
+    filled: Any = torch.utils.deterministic
+    before, filled.fill_uninitialized_memory = filled.fill_uninitialized_memory, is_nan
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+        filled.fill_uninitialized_memory = before
 
 
 @contextlib.contextmanager

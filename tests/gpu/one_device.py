@@ -16,7 +16,7 @@ from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.core.iteration import late_comparison
 from fsdp2.core.iteration.unit import PrefetchDepth
 from gpu.check import Setup, check
-from gpu.device import Device, Hostile, Serial, late_waits, new_memory_is_nan
+from gpu.device import Device, Hostile, Serial, late_waits, new_memory
 from harness.models import batches, mlp
 from harness.peak_memory import TransientBytes, peak_of_step, transient_bytes
 from harness.places import place_of_caller, places_of
@@ -25,6 +25,7 @@ from harness.pretend_training import (
     MORE_SCENARIOS,
     SCENARIOS,
     SCENARIOS_2D,
+    SCENARIOS_OF_DEPTH,
     SCENARIOS_OF_SEVERAL_GROUPS,
     Scenario,
     train,
@@ -34,7 +35,7 @@ from harness.training import Step, assert_same_bits, assert_same_tensors, sgd, s
 FAKE_FOUR = Setup(ranks=4, backend="fake")
 FAKE_EIGHT = Setup(ranks=8, backend="fake")
 MODELLED_FOUR = Setup(ranks=4, backend="model")
-RACES = {**SCENARIOS, **SCENARIOS_2D, **MORE_SCENARIOS, **SCENARIOS_OF_SEVERAL_GROUPS}
+RACES = {**SCENARIOS, **SCENARIOS_2D, **SCENARIOS_OF_DEPTH, **MORE_SCENARIOS, **SCENARIOS_OF_SEVERAL_GROUPS}
 STREAMS = ("compute", "gather", "reduce", "all_reduce")
 ORDERS = places_of(("order",))
 
@@ -130,12 +131,12 @@ def races_disturbed(device: Device, name: str) -> None:
 
 
 def without_overlap(device: Device, scenario: Scenario) -> list[Step]:
-    with use_streams(device.device, Serial(device) if device.is_cuda else DeviceStreams(device.device)):
+    with use_streams(device.device, Serial(device) if device.is_cuda else DeviceStreams(device.device)), new_memory(device):
         return in_order(device, lambda: train(scenario, device.type), None)
 
 
 def disturbed(device: Device, scenario: Scenario, streams: DeviceStreams, seed: int) -> list[Step]:
-    with use_streams(device.device, streams), new_memory_is_nan(device):
+    with use_streams(device.device, streams), new_memory(device, is_nan=True):
         return in_order(device, lambda: train(scenario, device.type), seed)
 
 

@@ -180,8 +180,21 @@ def separate_reduce_scatter_group(device: Device) -> None:
     close(trained(device, lambda model: model.set_separate_reduce_scatter_group(True)), expected)
 
 
-@check("symmetric memory changes no number", part=2, setup=WITH_DEVICE_ID, is_first=True)
-def symmetric_memory(device: Device) -> None:
+def in_symmetric_memory(model: Any, reductions: bool) -> None:
+    """Of every unit, since the setter is not recursive. Reductions take it only where they add, which the setter looks at."""
+    for module in [model, *model.blocks]:
+        module.set_force_sum_reduction_for_comms(reductions)
+        module.set_symm_mem_for_comm()
+
+
+@check(
+    "symmetric memory changes no number",
+    part=2,
+    setup=WITH_DEVICE_ID,
+    each={"all_gathers": (False,), "reduce_scatters_too": (True,)},
+    is_first=True,
+)
+def symmetric_memory(device: Device, reductions: bool) -> None:
     """Where the devices have it, an error in the setter is a failure."""
     device.needs_cuda("NCCL's symmetric memory")
     nccl: Any = torch.cuda.nccl
@@ -191,7 +204,7 @@ def symmetric_memory(device: Device) -> None:
     if not all(torch.cuda.can_device_access_peer(device.device, other) for other in range(ranks) if other != device.device.index):
         raise Skip("devices that reach each other's memory")
     expected = trained(device, lambda model: None)
-    close(trained(device, lambda model: model.set_symm_mem_for_comm()), expected)
+    close(trained(device, lambda model: in_symmetric_memory(model, reductions)), expected)
 
 
 @check(

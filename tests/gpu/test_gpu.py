@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ import gpu.__main__ as program
 from fsdp2.testing import pretend
 from gpu import device, planted  # noqa: F401  # which registers the planted checks
 from gpu.check import CHECKS
+from gpu.device import new_memory
 from gpu.report import markdown, summary, write
 from gpu.running import OUT_OF_TIME, Row, run_all
+from gpu.several_devices import in_symmetric_memory
+from harness import pretend_training
+from harness.pretend_training import SCENARIOS_OF_SUMS
 
 ROWS = [
     Row("a", "a sum is a sum", 1, "pass", 1.5, figures={"ratio": 0.51234}, kind="sums"),
@@ -129,7 +134,11 @@ def assert_nothing_fails(rows: dict[str, Row]) -> None:
 def test_every_check_for_one_device_that_needs_no_gpu_passes_on_the_pretend_one(planted_checks):
     """Of the disturbed races a few: tests/pretend has them all."""
     of_races = names_of(
-        "races_disturbed:extensions_direct", "races_disturbed:replicated_bf16_all", "races_planted", "races_control:plain"
+        "races_disturbed:extensions_direct",
+        "races_disturbed:replicated_bf16_all",
+        "races_disturbed:depth_offload_bf16",
+        "races_planted",
+        "races_control:plain",
     )
     names = [
         name
@@ -160,6 +169,41 @@ def test_every_check_for_several_devices_that_needs_no_gpu_passes_on_two_pretend
     rows = planted_checks(*names, *names_of("step_time:large:all"), devices=2)
     assert_nothing_fails(rows)
     assert sum(row.status == "pass" for row in rows.values()) >= 12
+
+
+def test_rows_of_races_have_every_scenario_but_those_in_which_all_orders_are_wrong_alike():
+    """Scenarios of a greater depth were in no row."""
+    known = [each for name, each in vars(pretend_training).items() if name == "MORE_SCENARIOS" or name.startswith("SCENARIOS")]
+    names = {name for scenarios in known for name in scenarios} - SCENARIOS_OF_SUMS.keys()
+    for row in ("races_sanitized", "races_disturbed", "races_over_nccl"):
+        assert set(names_of(f"{row}:")) == {f"{row}:{name}" for name in names}
+
+
+def test_every_unit_is_in_the_row_of_symmetric_memory():
+    """The setter is not recursive, and leaves out reductions that do not add: the row had the root's all-gathers alone."""
+    for reductions in (False, True):
+        model = mock.Mock(blocks=[mock.Mock(), mock.Mock()])
+        in_symmetric_memory(model, reductions)
+        for module in (model, *model.blocks):
+            assert module.method_calls == [
+                mock.call.set_force_sum_reduction_for_comms(reductions),
+                mock.call.set_symm_mem_for_comm(),
+            ]
+
+
+def test_runs_that_are_compared_take_the_same_algorithms_and_one_of_them_new_memory_full_of_nan():
+    """The run that is right was without deterministic algorithms, whose bits may be others."""
+    on_cuda = mock.Mock(is_cuda=True)
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    for is_nan in (False, True):
+        with new_memory(on_cuda, is_nan):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert bool(torch.empty(64).isnan().all()) or not is_nan
+            assert torch.utils.deterministic.fill_uninitialized_memory is is_nan
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory is filled
+    with new_memory(mock.Mock(is_cuda=False), True):
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_every_name_is_the_name_of_one_check():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,9 +37,7 @@ from .memory_tracker import TrackedState
 class ClientState(TrackedState):
     """The state that ``fully_shard`` leaves on a module, with the names that other projects read."""
 
-    @property
-    def _mp_policy(self) -> Any:
-        return self.mp_policy
+    _mp_policy = property(attrgetter("mp_policy"))
 
     @property
     def _auto_reshard_after_forward(self) -> bool:
@@ -112,42 +111,46 @@ def _streams(device: torch.device) -> tuple[Stream, Stream, Stream, Stream]:
     return streams.copy_in, streams.gather, streams.reduce, streams.all_reduce
 
 
+def _moment(name: str) -> property:
+    """What runs around a moment of a unit's backward; trackers read it, and put their own in its place."""
+    return property(lambda self: self._unit.around(name), lambda self, function: self._unit.put_around(name, function))
+
+
 class ParamGroupNames:
     """The parameters of a unit that are sharded over one mesh, as torch's parameter group is read."""
 
     def __init__(self, unit: ClientState, groups: Sequence[ParamGroup]) -> None:
         self._unit = unit
         self._groups = groups
+        self._first = groups[0]
+
+    modules = property(attrgetter("_unit.modules"))
+    device = property(attrgetter("_unit.device"))
+    mp_policy = property(attrgetter("_unit.mp_policy"))
+    reduce_grads = property(attrgetter("_unit.micro_batch.reduces"))
+    all_reduce_grads = property(attrgetter("_unit.micro_batch.all_reduces"))
+    gradient_divide_factor = property(attrgetter("_first.gradients.options.divide_factor"))
+    force_sum_reduction_for_comms = property(attrgetter("_first.gradients.options.sum_only"))
+    _reduce_dtype = property(attrgetter("_first.plan.reduce_dtype"))
+    pre_backward = _moment("begin")
+    post_backward = _moment("reduce")
 
     @property
     def fsdp_params(self) -> list[ParamNames]:
         return [ParamNames(param, group) for group in self._groups for param in group.params]
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self._unit.modules
-
-    @property
-    def device(self) -> torch.device:
-        return self._unit.device
-
-    @property
-    def mp_policy(self) -> Any:
-        return self._unit.mp_policy
-
-    @property
     def mesh_info(self) -> Any:
         """torch's FSDPMeshInfo, HSDPMeshInfo or DDPMeshInfo."""
-        mesh = self._groups[0].mesh
-        return torch_names.mesh_info(mesh.mesh, mesh.shard_axis, mesh.replicate_axis)
+        return torch_names.mesh_info(self._first.mesh)
 
     @property
     def post_forward_mesh_info(self) -> Any:
         """The mesh over which parameters are sharded after forward; None if they stay unsharded."""
         if self._unit.options.reshard_after_forward is False:
             return None
-        smaller = self._groups[0].smaller_mesh
-        return self.mesh_info if smaller is None else torch_names.mesh_info(smaller.mesh, smaller.shard_axis, smaller.replicate_axis)
+        smaller = self._first.smaller_mesh
+        return self.mesh_info if smaller is None else torch_names.mesh_info(smaller)
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, mesh_info: Any) -> None:
@@ -155,7 +158,7 @@ class ParamGroupNames:
             self._unit.choose(reshard_after_forward=False, reshard_is_default=False)
             return
         mesh = read_mesh_info(mesh_info)
-        is_whole = mesh.shard_size == self._groups[0].mesh.shard_size
+        is_whole = mesh.shard_size == self._first.mesh.shard_size
         for group in self._groups:
             group.smaller_mesh = None if is_whole else mesh
         self._unit.choose(reshard_after_forward=True if is_whole else mesh.shard_size, reshard_is_default=False)
@@ -167,42 +170,6 @@ class ParamGroupNames:
     @reshard_after_backward.setter
     def reshard_after_backward(self, reshards: bool) -> None:
         self._unit.set_micro_batch(replace(self._unit.micro_batch, reshards=reshards))
-
-    @property
-    def pre_backward(self) -> Any:
-        return self._unit.around("begin")
-
-    @pre_backward.setter
-    def pre_backward(self, function: Any) -> None:
-        self._unit.put_around("begin", function)
-
-    @property
-    def post_backward(self) -> Any:
-        return self._unit.around("reduce")
-
-    @post_backward.setter
-    def post_backward(self, function: Any) -> None:
-        self._unit.put_around("reduce", function)
-
-    @property
-    def reduce_grads(self) -> bool:
-        return self._unit.micro_batch.reduces
-
-    @property
-    def all_reduce_grads(self) -> bool:
-        return self._unit.micro_batch.all_reduces
-
-    @property
-    def gradient_divide_factor(self) -> float | None:
-        return self._groups[0].gradients.options.divide_factor
-
-    @property
-    def force_sum_reduction_for_comms(self) -> bool:
-        return self._groups[0].gradients.options.sum_only
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype:
-        return self._groups[0].plan.reduce_dtype
 
     @property
     def is_sharded(self) -> bool:
@@ -239,9 +206,10 @@ class ParamNames:
         self._param = param
         self._group = group
 
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        return self._param.sharded
+    sharded_param = property(attrgetter("_param.sharded"))
+    _param_fqn = property(attrgetter("_param.fqn"))
+    orig_dtype = property(attrgetter("_param.dtype"))
+    param_dtype = property(attrgetter("_group.plan.param_dtype"))
 
     @property
     def unsharded_param(self) -> nn.Parameter:
@@ -258,21 +226,8 @@ class ParamNames:
         return ModuleInfoNames(owner.module, owner.name, [each.module for each in others], [each.name for each in others])
 
     @property
-    def _param_fqn(self) -> str:
-        return self._param.fqn
-
-    @property
-    def orig_dtype(self) -> torch.dtype:
-        return self._param.dtype
-
-    @property
-    def param_dtype(self) -> torch.dtype:
-        return self._group.plan.param_dtype
-
-    @property
     def mesh_info(self) -> Any:
-        mesh = self._group.mesh
-        return torch_names.mesh_info(mesh.mesh, mesh.shard_axis, mesh.replicate_axis)
+        return torch_names.mesh_info(self._group.mesh)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import inspect
 import types
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
-
+from ..core.plan.mesh import DataParallelMesh
 from ..torch_names import torch_name
 
 __all__ = [
@@ -63,13 +62,13 @@ def idle() -> Any:
     return common.TrainingState.IDLE
 
 
-def mesh_info(mesh: DeviceMesh, shard_axis: int | None, replicate_axis: int | None) -> Any:
+def mesh_info(mesh: DataParallelMesh) -> Any:
     """torch's description of a data-parallel mesh."""
-    if shard_axis is None:
-        return common.DDPMeshInfo(mesh, replicate_mesh_dim=replicate_axis)
-    if replicate_axis is None:
-        return common.FSDPMeshInfo(mesh, shard_mesh_dim=shard_axis)
-    return common.HSDPMeshInfo(mesh, shard_mesh_dim=shard_axis, replicate_mesh_dim=replicate_axis)
+    if mesh.shard_axis is None:
+        return common.DDPMeshInfo(mesh.mesh, replicate_mesh_dim=mesh.replicate_axis)
+    if mesh.replicate_axis is None:
+        return common.FSDPMeshInfo(mesh.mesh, shard_mesh_dim=mesh.shard_axis)
+    return common.HSDPMeshInfo(mesh.mesh, shard_mesh_dim=mesh.shard_axis, replicate_mesh_dim=mesh.replicate_axis)
 
 
 def tracker_behind(hook: Any) -> Any:

@@ -29,6 +29,21 @@ def whole(value: Tensor) -> Tensor:
     return gathered.clone() if torch_tensors.storage_key(gathered) == torch_tensors.storage_key(local) else gathered
 
 
+def as_saved(value: DTensor, *, full: bool, to_cpu: bool, drop: bool) -> Tensor | None:
+    """A DTensor as a state dict has it: whole or as it is, and on the device or in host memory.
+
+    drop:       None instead of the whole tensor, on a rank that only takes part
+    Collective: if ``full``, over its mesh
+    """
+    if full:
+        gathered = whole(value)
+        return None if drop else gathered.cpu() if to_cpu else gathered
+    if not to_cpu:
+        return value
+    host = torch_dtensors.local_tensor(value).detach().to("cpu", copy=True)
+    return torch_dtensors.new_dtensor(host, torch_dtensors.spec_of(value))
+
+
 def sharded_params(module: nn.Module) -> dict[int, ShardedParam]:
     """How each sharded parameter is cut that the modules of ``module`` show, by its id."""
     found: dict[int, ShardedParam] = {}

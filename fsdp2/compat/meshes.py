@@ -10,8 +10,9 @@ replicates over 1 and 5.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,7 +52,8 @@ def read_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: Any
     elif hybrid:
         mesh = _hybrid_mesh(strategy, process_group, device_type)
     else:
-        mesh = _mesh_over(_checked_group(strategy, process_group), device_type)
+        group = _checked_group(strategy, process_group)
+        mesh = _shared(group, device_type, lambda: DeviceMesh.from_group(group, device_type))
     if hybrid:
         return data_parallel_mesh(mesh, shard_axis=1, replicate_axis=0)
     if strategy is ShardingStrategy.NO_SHARD:
@@ -72,11 +74,8 @@ def _checked_mesh(given: Any, strategy: ShardingStrategy) -> DeviceMesh:
         )
     if wanted == 2 and mesh.mesh_dim_names is None:
         groups = [mesh.get_group(0), mesh.get_group(1)]
-        key = (groups[1].group_name, mesh.device_type)
-        known = _meshes.setdefault(groups[0], {})
-        if key not in known:
-            known[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=_NAMES)
-        return known[key]
+        named = functools.partial(DeviceMesh.from_group, groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=_NAMES)
+        return _shared(groups[0], (groups[1].group_name, mesh.device_type), named)
     return mesh
 
 
@@ -94,23 +93,21 @@ def _checked_group(strategy: ShardingStrategy, process_group: Any) -> dist.Proce
     )
 
 
-def _mesh_over(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+def _shared(group: dist.ProcessGroup, key: Any, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """The mesh that all modules share that name ``group`` and what else is in ``key``; made by the first of them."""
     known = _meshes.setdefault(group, {})
-    if device_type not in known:
-        known[device_type] = DeviceMesh.from_group(group, device_type)
-    return known[device_type]
+    if key not in known:
+        known[key] = make()
+    return known[key]
 
 
 def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: str) -> DeviceMesh:
     if process_group is None:
         world = _checked_group(strategy, None)
-        known = _meshes.setdefault(world, {})
         devices = world.size() if device_type == "cpu" else torch.get_device_module(device_type).device_count()
         size = node_size(strategy.name, world.size(), None, by_default=devices)
-        if (size, device_type) not in known:
-            shape = (world.size() // size, size)
-            known[size, device_type] = init_device_mesh(device_type, shape, mesh_dim_names=_NAMES)
-        return known[size, device_type]
+        shape = (world.size() // size, size)
+        return _shared(world, (size, device_type), lambda: init_device_mesh(device_type, shape, mesh_dim_names=_NAMES))
     if not isinstance(process_group, (tuple, list)) or len(process_group) != 2:
         raise ArgumentError(
             f"{got('FSDP', 'process_group', process_group)} for {strategy.name}",
@@ -118,16 +115,15 @@ def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: st
             fix="pass a pair, or a 2-D device_mesh (replicate, shard)",
         )
     shard, replicate = (_checked_group(strategy, group) for group in process_group)
-    known = _meshes.setdefault(shard, {})
-    key = (replicate.group_name, device_type)
-    if key not in known:
+
+    def of_pair() -> DeviceMesh:
         rows: list[Any] = [None] * replicate.size()
         with during("agreement of ranks", replicate):
             dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-        known[key] = DeviceMesh.from_group(
-            [replicate, shard], device_type, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=_NAMES
-        )
-    return known[key]
+        ranks = torch.tensor(rows, device="cpu")
+        return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=_NAMES)
+
+    return _shared(shard, (replicate.group_name, device_type), of_pair)
 
 
 # --- the device ---------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ..core.modules.sharded_class import seen_as
 from ..errors import ModuleError, OrderError
 from ..fsdp_module import FSDPModule
 from . import model_state, optim_state
-from .api import CPUOffload, MixedPrecision, OptimStateKeyType, StateDictSettings
+from .api import CPUOffload, FullOptimStateDictConfig, MixedPrecision, OptimStateKeyType, StateDictSettings, StateDictType
 from .comm_hook import register
 from .settings import Settings, settings_of
 from .summon import summoned
@@ -200,8 +200,7 @@ class WrappedModule(FSDPModule):
         optim_state_dict: what ``optim.state_dict()`` returned, if it was taken before
         Collective: yes for FULL_STATE_DICT, over the meshes of the parameters
         """
-        settings = model_state.get_type(model)
-        return optim_state.by_name(model, optim, optim_state_dict, optim_state.form_of(settings))
+        return optim_state.by_name(model, optim, optim_state_dict, model_state.get_type(model))
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -235,12 +234,15 @@ class WrappedModule(FSDPModule):
         group: dist.ProcessGroup | None = None,
     ) -> State:
         """The older name for ``optim_state_dict`` with FULL_STATE_DICT, in host memory. Collective: yes."""
-        return optim_state.by_name(model, optim, None, optim_state.Form(full=True, to_cpu=True, rank0_only=rank0_only))
+        config = FullOptimStateDictConfig(rank0_only=rank0_only)
+        settings = model_state.checked_settings(StateDictType.FULL_STATE_DICT, None, config)
+        return optim_state.by_name(model, optim, None, settings)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> State:
         """The older name for ``optim_state_dict`` with SHARDED_STATE_DICT. Collective: no."""
-        return optim_state.by_name(model, optim, None, optim_state.Form(full=False, to_cpu=True, rank0_only=False))
+        settings = model_state.checked_settings(StateDictType.SHARDED_STATE_DICT, None, None)
+        return optim_state.by_name(model, optim, None, settings)
 
     @staticmethod
     def shard_full_optim_state_dict(

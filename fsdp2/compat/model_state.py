@@ -35,7 +35,7 @@ from .api import (
     StateDictType,
     member,
 )
-from .gather_and_cut import cut_like, is_first_rank, local_part, sharded_params, whole
+from .gather_and_cut import as_saved, cut_like, is_first_rank, local_part, sharded_params
 from .settings import Settings, settings_of
 
 State = dict[str, Any]
@@ -160,16 +160,12 @@ def _convert(module: nn.Module, state: State, prefix: str, gathered: _Gathered) 
 def _converted(value: Tensor, gathered: _Gathered, full: bool, drop: bool, to_cpu: bool) -> Any:
     if not isinstance(value, DTensor):
         return value.detach().cpu() if to_cpu and value.device.type != "cpu" else value
-    local = torch_dtensors.local_tensor(value)
     if not full:
-        if not to_cpu:
-            return value
-        host = local.detach().to("cpu", copy=True)
-        return torch_dtensors.new_dtensor(host, torch_dtensors.spec_of(value))
+        return as_saved(value, full=False, to_cpu=to_cpu, drop=drop)
+    local = torch_dtensors.local_tensor(value)
     key = torch_tensors.storage_key(local)
     if key not in gathered:
-        result = whole(value)
-        gathered[key] = local, None if drop else result.cpu() if to_cpu else result
+        gathered[key] = local, as_saved(value, full=True, to_cpu=to_cpu, drop=drop)
     return gathered[key][1]
 
 

@@ -25,7 +25,7 @@ from ..core.group.param import ShardedParam
 from ..core.iteration.module_state import units_in
 from ..torch_names import torch_dtensors
 from .api import OptimStateKeyType, StateDictSettings, StateDictType, member
-from .gather_and_cut import cut_like, is_first_rank, sharded_params, whole
+from .gather_and_cut import as_saved, cut_like, is_first_rank, sharded_params
 from .model_state import fsdp_modules_of
 
 State = dict[str, Any]
@@ -33,54 +33,35 @@ State = dict[str, Any]
 # --- saving -------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Form:
-    """full: whole tensors, else DTensors. to_cpu: in host memory. rank0_only: the other ranks get {}."""
-
-    full: bool
-    to_cpu: bool
-    rank0_only: bool
-
-
-def form_of(settings: StateDictSettings) -> Form:
-    config = settings.optim_state_dict_config
-    full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    return Form(full, config.offload_to_cpu, full and getattr(config, "rank0_only", False))
-
-
 @torch.no_grad()
-def by_name(model: nn.Module, optim: Optimizer, raw: State | None, form: Form) -> State:
+def by_name(model: nn.Module, optim: Optimizer, raw: State | None, settings: StateDictSettings) -> State:
     """The optimizer's state by name. Collective: if it is to be whole, over the meshes of the parameters; one tensor at a time."""
     _reshard(model)
-    drop = form.rank0_only and not is_first_rank(fsdp_modules_of(model)[0][1].mesh)
+    config = settings.optim_state_dict_config
+    full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    rank0_only = full and getattr(config, "rank0_only", False)
+    drop = rank0_only and not is_first_rank(fsdp_modules_of(model)[0][1].mesh)
     raw = optim.state_dict() if raw is None else raw
     key_of: dict[str, Any] = {}
     groups = []
     for group, names in zip(raw["param_groups"], names_in(model, optim), strict=True):
         key_of.update(zip(names, group["params"], strict=True))
-        groups.append({**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": names})
+        groups.append(_with_params(group, names))
     state = {
-        name: {what: _saved(value, form, drop) for what, value in raw["state"][key].items()}
+        name: {what: _saved(value, full, config.offload_to_cpu, drop) for what, value in raw["state"][key].items()}
         for name, key in key_of.items()
         if key in raw["state"]
     }
     return {} if drop else {"state": state, "param_groups": groups}
 
 
-def _saved(value: Any, form: Form, drop: bool) -> Any:
+def _saved(value: Any, full: bool, to_cpu: bool, drop: bool) -> Any:
     if isinstance(value, DTensor):
-        if form.full:
-            gathered = whole(value)
-            return None if drop else gathered.cpu() if form.to_cpu else gathered
-        if form.to_cpu:
-            return torch_dtensors.new_dtensor(
-                torch_dtensors.local_tensor(value).detach().to("cpu", copy=True), torch_dtensors.spec_of(value)
-            )
-        return value
+        return as_saved(value, full=full, to_cpu=to_cpu, drop=drop)
     if drop:
         return None
     if isinstance(value, Tensor):
-        return value.detach().to("cpu" if form.to_cpu else value.device, copy=True)
+        return value.detach().to("cpu" if to_cpu else value.device, copy=True)
     return copy.deepcopy(value)
 
 
@@ -196,10 +177,12 @@ def _fitting_groups(state: State, names: list[list[str]]) -> list[State]:
             expected="the same parameters in the same groups",
             fix="make the optimizer as it was made when the state was saved",
         )
-    return [
-        {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": own}
-        for group, own in zip(saved, names, strict=True)
-    ]
+    return [_with_params(group, own) for group, own in zip(saved, names, strict=True)]
+
+
+def _with_params(group: State, names: list[str]) -> State:
+    """A copy of a parameter group, with these names for its parameters."""
+    return {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": names}
 
 
 def _refuse_unexpected(state: State, names: list[list[str]], params: dict[str, Any]) -> None:

@@ -46,10 +46,6 @@ class Options:
     device_mesh: Any = None
 
 
-def default_state_dict_settings() -> StateDictSettings:
-    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
-
-
 @dataclass
 class Settings:
     """The settings of one FSDP module.
@@ -67,7 +63,9 @@ class Settings:
     mesh: DataParallelMesh
     device: torch.device
     is_root: bool = True
-    state_dict: StateDictSettings = field(default_factory=default_state_dict_settings)
+    state_dict: StateDictSettings = field(
+        default_factory=lambda: StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+    )
     buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     has_comm_hook: bool = False
     wrapped: nn.Module | None = field(default=None, init=False)

@@ -13,19 +13,13 @@ import abc
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from ..errors import ArgumentError, OrderError
 
 # --- functions ----------------------------------------------------------------------------------------------------------------
-
-
-class PolicyFunction(Protocol):
-    """An FSDP1 policy that is a function; called with these keywords."""
-
-    def __call__(self, *, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool: ...
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -72,7 +66,7 @@ def lambda_auto_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: 
     return recurse or lambda_fn(module)
 
 
-def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[PolicyFunction]) -> bool:
+def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
     """Wrap what one of ``policies`` wraps. Private in FSDP1, though every recipe for adapters uses it."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 

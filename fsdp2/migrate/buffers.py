@@ -19,7 +19,7 @@ import libcst as cst
 
 from .editor import Editor
 from .names import Names
-from .syntax_trees import arguments, code, dotted, is_none, string_of
+from .syntax_trees import arguments, code, dotted, is_none, key_of, string_of
 
 _UNSEEN = (
     "buffer_dtype={}: this file does not show which buffers it casts; "
@@ -53,9 +53,9 @@ def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str,
     served: set[int] = set()  # the precision of a call that has been named is not a second finding
     for call, made_by in wrapping_calls(names) if wanted else ():
         given = arguments(call.args, signature)
-        values = [given.value("mixed_precision"), *(_of_key(names, arg.value) for arg in given.stars)]
-        value = next((each for each in values if each is not None), None)
-        found = list(_precisions(names, value)) if value is not None else []
+        of_kwargs = [value for arg in given.stars for key, value in entries(names, dotted(arg.value)) or () if key == "mixed_precision"]
+        value = given.value("mixed_precision") or (of_kwargs[0] if len(of_kwargs) == 1 else None)
+        found = [None if is_none(each) else each for each in names.may_be(value)] if value is not None else []
         dtypes = {wanted[id(each)][1] if id(each) in wanted else "" for each in found if each is not None}
         if value is None or dtypes <= {""}:
             continue
@@ -80,41 +80,40 @@ def cast(editor: Editor, old: cst.Call, module: cst.BaseExpression | None, state
     if statement is None:
         return
     name, at = dotted(module), editor.statement
-    above = editor.names.parent_of(old)
-    assigned = above.targets[0].target if isinstance(above, cst.Assign) and len(above.targets) == 1 else None
+    assigned = dotted(editor.names.assigned_to(old))
     around = itertools.takewhile(lambda each: not isinstance(each, cst.BaseStatement), editor.names.ancestors(old))
     is_repeated = any(isinstance(each, (cst.BaseComp, cst.Lambda)) for each in around)  # whose variables no statement before it has
     in_one_place = isinstance(at, cst.SimpleStatementLine) and not is_repeated
     if in_one_place and name:
         editor.before(statement.format(model=name))
-    elif in_one_place and assigned is not None and dotted(assigned):
-        editor.after(statement.format(model=dotted(assigned)))
+    elif in_one_place and assigned:
+        editor.after(statement.format(model=assigned))
     else:
         editor.refuse("fsdp1", old, "buffer_dtype: the module has no name by which its buffers could be cast")
 
 
-def _of_key(names: Names, kwargs: cst.BaseExpression) -> cst.BaseExpression | None:
-    """``kwargs["mixed_precision"]`` of ``**kwargs``, where it is written once."""
-    found: list[cst.BaseExpression] = []
-    for value in names.values_of(dotted(kwargs)):
+def entries(names: Names, kwargs: str) -> list[tuple[str, cst.BaseExpression]] | None:
+    """The keys and values that this file gives the dict of this name; None if the file does not show all of its displays."""
+    found: list[tuple[str | None, cst.BaseExpression]] = []
+    values = names.values_of(kwargs) if kwargs else []
+    for value in values:
         if isinstance(value, cst.Dict):
-            items = [each for each in value.elements if isinstance(each, cst.DictElement)]
-            found += [each.value for each in items if string_of(each.key) == "mixed_precision"]
-        if isinstance(value, cst.Call):
-            found += [arg.value for arg in value.args if arg.keyword is not None and arg.keyword.value == "mixed_precision"]
-    found += names.values_of(f'{dotted(kwargs)}["mixed_precision"]')
-    return found[0] if len(found) == 1 else None
+            found += [(string_of(each.key) if isinstance(each, cst.DictElement) else None, each.value) for each in value.elements]
+        elif isinstance(value, cst.Call) and dotted(value.func) in ("dict", "Dict", "typing.Dict"):
+            found += _keywords(value)
+        else:
+            return None
+    known = [(key, value) for key, value in found if key is not None]
+    if not values or len(known) < len(found):
+        return None
+    for target, value, _function in names.assigned:
+        if isinstance(target, cst.Subscript) and dotted(target.value) == kwargs and (key := key_of(target)):
+            known.append((key, value))
+    for call in names.calls:
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "update" and dotted(call.func.value) == kwargs:
+            known += _keywords(call)
+    return known
 
 
-def _precisions(names: Names, node: cst.BaseExpression, depth: int = 0) -> Iterator[cst.CSTNode | None]:
-    """The calls of MixedPrecision, or None, that ``node`` may be; ``node`` itself if the file does not show them."""
-    if is_none(node):
-        yield None
-    elif isinstance(node, cst.IfExp) and depth < 5:
-        yield from _precisions(names, node.body, depth + 1)
-        yield from _precisions(names, node.orelse, depth + 1)
-    elif isinstance(node, (cst.Name, cst.Attribute)) and depth < 5 and (values := names.passed_or_assigned(node)):
-        for value in values:
-            yield from _precisions(names, value, depth + 1)
-    else:
-        yield node
+def _keywords(call: cst.Call) -> list[tuple[str, cst.BaseExpression]]:
+    return [(arg.keyword.value, arg.value) for arg in call.args if arg.keyword is not None]

@@ -8,9 +8,8 @@ import libcst as cst
 from libcst import matchers
 
 from .devices import mesh_of_group
-from .editor import Editor, Method, Rules, enclosing_call
-from .fsdp1_wrap import in_isinstance
-from .syntax_trees import arguments, code, expression, is_none, keyword, last_name, literal, with_args
+from .editor import Editor, Method, Rules
+from .syntax_trees import arguments, code, expression, is_none, keyword, literal, with_args
 
 _SIGNATURE = (
     "module",
@@ -109,7 +108,7 @@ def find_hooks(editor: Editor) -> None:
     here = editor.of(_Found)
     for call in editor.names.calls:
         made_by = editor.names.origin_of(call.func)
-        method = last_name(call.func) if isinstance(call.func, cst.Attribute) and editor.names.tag_of(call.func.value) == "ddp" else ""
+        method = editor.names.method_of(call, "ddp")
         if method == "register_comm_hook":
             hook = code(arguments(call.args, ("state", "hook")).value("hook") or cst.Name("None")).rpartition(".")[2]
             if hook in _HOOKS:
@@ -124,28 +123,25 @@ def find_hooks(editor: Editor) -> None:
 
 def _find_join(editor: Editor, here: _Found, call: cst.Call) -> None:
     """``with Join([model]):`` or ``with model.join():`` around one loop that takes a step for each batch, or refuse it."""
-    method = isinstance(call.func, cst.Attribute) and editor.names.tag_of(call.func.value) == "ddp"
-    given = arguments(call.args, () if method else ("joinables",))
-    joinables = given.value("joinables")
-    model = call.func.value if method and isinstance(call.func, cst.Attribute) else None
-    if isinstance(joinables, (cst.List, cst.Tuple)):
-        models = [each.value for each in joinables.elements if editor.names.tag_of(each.value) == "ddp"]
-        model = models[0] if len(models) == 1 else None
-    block = next((each for each in editor.names.ancestors(call) if isinstance(each, cst.With)), None)
+    names = editor.names
+    given = arguments(call.args, () if names.method_of(call, "ddp") else ("joinables",))
+    models = [call.func.value] if names.method_of(call, "ddp") and isinstance(call.func, cst.Attribute) else []
+    if isinstance(joinables := given.value("joinables"), (cst.List, cst.Tuple)):
+        models = [each.value for each in joinables.elements if names.tag_of(each.value) == "ddp"]
+    block = next((each for each in names.ancestors(call) if isinstance(each, cst.With)), None)
+    plain = block is not None and len(block.items) == 1 and block.items[0].item is call and block.items[0].asname is None
     loops = [] if block is None else [each for each in matchers.findall(block, matchers.For()) if isinstance(each, cst.For)]
     calls_backward = matchers.Call(func=matchers.Attribute(attr=matchers.Name("backward")))
     loops = [each for each in loops if matchers.findall(each, calls_backward) and not matchers.findall(each.body, matchers.For())]
-    divides_by_all = given.text("divide_by_initial_world_size", "True") == "True"
-    known = (
-        divides_by_all and not given.stars and not given.extra and given.by_name.keys() <= {"joinables", "divide_by_initial_world_size"}
-    )
     leaves = matchers.OneOf(matchers.Break(), matchers.Return())
-    plain = block is not None and len(block.items) == 1 and block.items[0].item is call and block.items[0].asname is None
-    if block is None or model is None or not known or not plain or len(loops) != 1 or matchers.findall(loops[0], leaves):
+    divides_by_all = given.text("divide_by_initial_world_size", "True") == "True"
+    others = [*given.stars, *given.extra, *(given.by_name.keys() - {"joinables", "divide_by_initial_world_size"})]
+    is_known = divides_by_all and not others and plain and len(models) == len(loops) == 1
+    if block is None or not is_known or matchers.findall(loops[0], leaves):
         text = "join: ranks with fewer inputs; use `with fsdp2.uneven(model) as work:` and `for batch in work(loader):`"
         editor.refuse("ddp", call, text)
         return
-    here.joined[block] = model
+    here.joined[block] = models[0]
     here.loops.append(loops[0])
 
 
@@ -197,20 +193,8 @@ def consolidate(editor: Editor, call: Method) -> None:
         editor.instead()
 
 
-def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
-    """``DDP`` in ``isinstance``."""
-    if editor.names.origin_of(old) != "ddp:DistributedDataParallel":
-        return new
-    if in_isinstance(editor, old):
-        return editor.make("fsdp2.FSDPModule")
-    if not isinstance(editor.names.parent_of(old), (cst.Call, cst.Annotation)):
-        what = "a subclass of DDP" if enclosing_call(editor.names, old) is None else "DDP as a value"
-        editor.refuse("ddp", old, f"{what}: parallelize changes a module in place, there is no class of wrappers")
-    return new
-
-
 RULES = Rules(
     calls={"ddp:DistributedDataParallel": ddp_call, "zero:ZeroRedundancyOptimizer": zero_optimizer},
     methods={("ddp", "register_comm_hook"): comm_hook, ("optimizer", "consolidate_state_dict"): consolidate},
-    nodes={cst.Name: [class_reference], cst.Attribute: [class_reference], cst.With: [join], cst.For: [joined_loop]},
+    nodes={cst.With: [join], cst.For: [joined_loop]},
 )

@@ -76,8 +76,7 @@ def find_engine(editor: Editor) -> None:
         return
     call = calls[0]
     given = arguments(call.args, _SIGNATURE)
-    assign = names.parent_of(call)
-    target = assign.targets[0].target if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
+    target = names.assigned_to(call)
     if given.stars or given.extra or not isinstance(target, cst.Tuple) or len(target.elements) != 4:
         editor.refuse("deepspeed", call, "deepspeed.initialize whose four results are not assigned to names, or with **arguments")
         return
@@ -102,22 +101,14 @@ def find_engine(editor: Editor) -> None:
     here.loader = "" if loader == "_" else loader
     here.has_scheduler = given.value("lr_scheduler") is not None
     here.scheduler = "lr_scheduler" if scheduler == "_" else scheduler or "lr_scheduler"
-    steps = [each for each in names.calls if isinstance(each.func, cst.Attribute) and each.func.attr.value == "step"]
-    far = [
-        each
-        for each in steps
-        if names.tag_of(cst.ensure_type(each.func, cst.Attribute).value) == "deepspeed"
-        and names.function_of(each) is not names.function_of(call)
-    ]
-    here.steps_elsewhere = bool(far) and names.function_of(call) is not None
+    steps = [each for each in names.calls if names.method_of(each, "deepspeed") == "step"]
+    function = names.function_of(call)
+    here.steps_elsewhere = function is not None and any(names.function_of(each) is not function for each in steps)
 
 
 def _config(editor: Editor, call: cst.Call) -> Any:
     given = arguments(call.args, _SIGNATURE)
-    node = given.value("config") or given.value("config_params")
-    if isinstance(node, (cst.Name, cst.Attribute)):
-        values = editor.names.values_of(dotted(node))
-        node = values[0] if len(values) == 1 else None
+    node = editor.names.only_value(given.value("config") or given.value("config_params"))
     if isinstance(node, cst.Dict):
         return from_dict(node)
     text, script = string_of(node), editor.of(Engine).script
@@ -254,8 +245,8 @@ def init_distributed(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseEx
 def config_arguments(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``parser = deepspeed.add_config_arguments(parser)``."""
     editor.note(old, "add_config_arguments dropped: --deepspeed and --deepspeed_config have no effect here.")
-    parent = editor.names.parent_of(old)
-    if isinstance(parent, cst.Assign) and new.args and code(parent.targets[0].target) == code(new.args[0].value):
+    target = editor.names.assigned_to(old)
+    if target is not None and new.args and code(target) == code(new.args[0].value):
         editor.instead()
         return None
     return new.args[0].value if new.args else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from .editor import Editor
-from .names import Names
-from .syntax_trees import arguments, dotted, string_of
+from .syntax_trees import arguments, string_of
 
 _CPU_ONLY = ("gloo", "mpi", "cpu:gloo")
 _STARTS = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")
@@ -23,21 +22,9 @@ def _device_type(editor: Editor) -> str:
     backends: set[str | None] = set()
     for call in editor.names.calls:
         if editor.names.origin_of(call.func) in _STARTS:
-            backends |= _strings(editor.names, arguments(call.args, ("backend",)).value("backend"))
-    on_cpu = {backend in _CPU_ONLY for backend in backends}
+            given = arguments(call.args, ("backend",)).value("backend")
+            backends |= {None} if given is None else {string_of(each) for each in editor.names.may_be(given)}
+    on_cpu = {backend.lower() in _CPU_ONLY for backend in backends if backend is not None}
     if len(on_cpu) == 1 and None not in backends:
         return '"cpu"' if on_cpu == {True} else '"cuda"'
     return editor.text('"cuda" if torch.cuda.is_available() else "cpu"')
-
-
-def _strings(names: Names, node: cst.BaseExpression | None, depth: int = 0) -> set[str | None]:
-    """The values that an expression may have, as far as this file writes them; None for other values."""
-    text = string_of(node)
-    if text is not None:
-        return {text.lower()}
-    if isinstance(node, cst.IfExp):
-        return _strings(names, node.body, depth) | _strings(names, node.orelse, depth)
-    if isinstance(node, (cst.Name, cst.Attribute)) and depth < 5:
-        values = names.values_of(dotted(node))
-        return set().union(*(_strings(names, value, depth + 1) for value in values)) if values else {None}
-    return {None}

@@ -12,11 +12,23 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from .buffers import cast, wrapping_calls
+from .buffers import cast, entries, wrapping_calls
 from .devices import mesh_of_group
-from .editor import Editor, Rules, enclosing_call
+from .editor import Editor, Rules
 from .fsdp1_values import partial_policy, strategy_by_getattr
-from .syntax_trees import arguments, code, dotted, expression, is_none, keyword, last_name, string_of, with_args, without_comment
+from .syntax_trees import (
+    arguments,
+    code,
+    dotted,
+    expression,
+    is_none,
+    key_of,
+    keyword,
+    last_name,
+    string_of,
+    with_args,
+    without_comment,
+)
 
 SIGNATURE = (
     "module",
@@ -111,21 +123,20 @@ def _renamed(editor: Editor, at: cst.CSTNode, name: str, old: cst.BaseExpression
     return new_name, text
 
 
-def _may_be_none(editor: Editor, value: cst.BaseExpression, depth: int = 0) -> bool:
+def _may_be_none(editor: Editor, given: cst.BaseExpression) -> bool:
     """Whether a value could be FSDP1's "None: the default"; only a plain value cannot."""
-    if depth > 5 or is_none(value):
-        return True
-    if isinstance(value, cst.Name):
-        values = editor.names.values_of(value.value)
-        return not values or any(_may_be_none(editor, each, depth + 1) for each in values)
-    if isinstance(value, cst.IfExp):
-        return any(_may_be_none(editor, each, depth + 1) for each in (value.body, value.orelse))
-    if isinstance(value, cst.Call):
-        made_by = editor.names.origin_of(value.func)
-        return not made_by.startswith("fsdp:") and made_by != "functools.partial" and code(value.func) != "getattr"
-    if isinstance(value, cst.Subscript):
-        return editor.names.tag_of(value) != "strategy"
-    return not editor.names.origin_of(value).startswith("fsdp:ShardingStrategy.")
+    names = editor.names
+    for value in names.may_be(given):
+        if isinstance(value, cst.Call):
+            made_by = names.origin_of(value.func)
+            is_plain = made_by.startswith("fsdp:") or made_by == "functools.partial" or code(value.func) == "getattr"
+        elif isinstance(value, cst.Subscript):
+            is_plain = names.tag_of(value) == "strategy"
+        else:
+            is_plain = names.origin_of(value).startswith("fsdp:ShardingStrategy.")
+        if not is_plain:
+            return True
+    return False
 
 
 def _ignored_states(editor: Editor, new: cst.BaseExpression) -> str:
@@ -237,35 +248,11 @@ def _mapped(
 def find_kwargs(editor: Editor) -> dict[str, set[str]]:
     """For each name that is passed as ``**name`` to FSDP: the keys that this file gives it. Unknown names are left out."""
     found: dict[str, set[str]] = {}
-    names = editor.names
-    for call, _made_by in wrapping_calls(names):
-        for arg in call.args:
-            text = dotted(arg.value)
-            values = names.values_of(text) if arg.star == "**" and text else []
-            displays = [keys for value in values if (keys := _keys(value)) is not None]
-            if values and len(displays) == len(values):
-                found[text] = set().union(*displays)
-    for target, _value, _function in names.assigned:
-        if isinstance(target, cst.Subscript) and dotted(target.value) in found and (key := _key_of(target)):
-            found[dotted(target.value)].add(key)
-    for call in names.calls:
-        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "update" and dotted(call.func.value) in found:
-            found[dotted(call.func.value)] |= {arg.keyword.value for arg in call.args if arg.keyword is not None}
+    for call, _made_by in wrapping_calls(editor.names):
+        for text in [dotted(arg.value) for arg in call.args if arg.star == "**"]:
+            if (known := entries(editor.names, text)) is not None:
+                found[text] = {key for key, _value in known}
     return found
-
-
-def _keys(value: cst.BaseExpression) -> set[str] | None:
-    if isinstance(value, cst.Dict):
-        keys = [string_of(each.key) if isinstance(each, cst.DictElement) else None for each in value.elements]
-        return None if None in keys else {key for key in keys if key is not None}
-    if isinstance(value, cst.Call) and dotted(value.func) in ("dict", "Dict", "typing.Dict"):
-        return {arg.keyword.value for arg in value.args if arg.keyword is not None}
-    return None
-
-
-def _key_of(target: cst.Subscript) -> str:
-    index = target.slice[0].slice
-    return string_of(index.value) or "" if isinstance(index, cst.Index) else ""
 
 
 def _kwargs_name(editor: Editor, node: cst.CSTNode) -> str:
@@ -320,44 +307,13 @@ def kwargs_item(editor: Editor, old: cst.Assign, new: cst.Assign) -> cst.Assign:
     target = old.targets[0].target
     if not isinstance(target, cst.Subscript) or dotted(target.value) not in editor.of(Found).kwargs:
         return new
-    mapped = map_argument(editor, old, _key_of(target), old.value, new.value)
+    mapped = map_argument(editor, old, key_of(target) or "", old.value, new.value)
     if mapped is None:
         editor.instead()
         return new
     index = cst.SubscriptElement(cst.Index(cst.SimpleString(f'"{mapped[0]}"')))
     changed = new.targets[0].with_changes(target=target.with_changes(slice=[index]))
     return new.with_changes(targets=[changed, *new.targets[1:]], value=expression(mapped[1]))
-
-
-# --- the class itself ----------------------------------------------------------------------------------------------------------
-
-
-def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
-    """``FSDP`` where it is not called: in ``isinstance`` it is our FSDPModule; as a value, it has to stay FSDP1's class."""
-    if editor.names.origin_of(old) != "fsdp:FullyShardedDataParallel":
-        return new
-    parent = editor.names.parent_of(old)
-    if isinstance(parent, (cst.Call, cst.Attribute, cst.Annotation)):
-        return new
-    if in_isinstance(editor, old):
-        return editor.make("fsdp2.FSDPModule")
-    call = enclosing_call(editor.names, old)
-    if call is not None and (editor.names.origin_of(call.func) in ("functools.partial", "fsdp:enable_wrap") and code(new) == code(old)):
-        return new
-    if not any(isinstance(each, cst.Annotation) for each in editor.names.ancestors(old)):
-        is_base = parent is not None and isinstance(editor.names.parent_of(parent), cst.ClassDef)
-        what = "a subclass of FSDP" if is_base else "FSDP as a value"
-        editor.refuse("fsdp1", old, f"{what}: parallelize changes a module in place, there is no class of wrappers")
-    return new
-
-
-def in_isinstance(editor: Editor, node: cst.CSTNode) -> bool:
-    """Whether ``node`` is what ``isinstance`` asks about, alone or in a tuple."""
-    parent = editor.names.parent_of(node)
-    if isinstance(parent, cst.Element):
-        node = editor.names.parent_of(parent) or node
-    call = enclosing_call(editor.names, node)
-    return call is not None and dotted(call.func) in ("isinstance", "issubclass") and len(call.args) > 1 and call.args[1].value is node
 
 
 RULES = Rules(
@@ -371,7 +327,5 @@ RULES = Rules(
     nodes={
         cst.Dict: [kwargs_dict],
         cst.Assign: [kwargs_item],
-        cst.Name: [class_reference],
-        cst.Attribute: [class_reference],
     },
 )

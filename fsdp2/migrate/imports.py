@@ -33,9 +33,7 @@ class _Used(cst.CSTVisitor):
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: N802 (libcst's names)
         for alias in node.names:
-            text = dotted(alias.name)
-            self.bound.add(_local(alias) if alias.asname is not None else text)
-            self.bound.add(text.split(".")[0] if alias.asname is None else _local(alias))
+            self.bound |= {_local(alias)} if alias.asname is not None else {_local(alias), dotted(alias.name)}
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: N802

@@ -8,11 +8,10 @@ from typing import TypeVar
 import libcst as cst
 from libcst import matchers as m
 
-from .editor import Editor, Method, Rules
+from .editor import Editor, Method, Rules, enclosing_call
 from .names import SHARDED, WRAPPED, Names
+from .origins import STATIC, STATIC_METHODS
 from .syntax_trees import arguments, code, dotted
-
-_STATIC = "fsdp:FullyShardedDataParallel."
 
 
 def inner_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
@@ -103,12 +102,44 @@ _LISTS_OF_MODULES = ("modules", "named_modules", "children", "named_children")
 _ASKS = ("isinstance", "issubclass", "hasattr", "getattr", "type", "id", "print", "repr", "str")
 
 
+_WRAPPERS = {"fsdp:FullyShardedDataParallel": ("fsdp1", "FSDP"), "ddp:DistributedDataParallel": ("ddp", "DDP")}
+
+
+def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
+    """A wrapper's class where it is not called: in ``isinstance`` it is our FSDPModule; as a value, it has to stay that class."""
+    names = editor.names
+    framework, name = _WRAPPERS.get(names.origin_of(old), ("", ""))
+    if not framework or framework in names.off:
+        return new
+    if _in_isinstance(names, old):
+        return editor.make("fsdp2.FSDPModule")
+    parent = names.parent_of(old)
+    is_of_a_rule = isinstance(parent, cst.Call) or (framework == "fsdp1" and isinstance(parent, cst.Attribute))
+    call = enclosing_call(names, old)
+    if framework == "fsdp1" and call is not None and names.origin_of(call.func) in ("functools.partial", "fsdp:enable_wrap"):
+        is_of_a_rule = True
+    if not is_of_a_rule and not any(isinstance(each, cst.Annotation) for each in names.ancestors(old)):
+        is_base = parent is not None and isinstance(names.parent_of(parent), cst.ClassDef)
+        what = f"a subclass of {name}" if is_base else f"{name} as a value"
+        editor.refuse(framework, old, f"{what}: parallelize changes a module in place, there is no class of wrappers")
+    return new
+
+
+def _in_isinstance(names: Names, node: cst.CSTNode) -> bool:
+    """Whether ``node`` is what ``isinstance`` asks about, alone or in a tuple."""
+    parent = names.parent_of(node)
+    if isinstance(parent, cst.Element):
+        node = names.parent_of(parent) or node
+    call = enclosing_call(names, node)
+    return call is not None and dotted(call.func) in ("isinstance", "issubclass") and len(call.args) > 1 and call.args[1].value is node
+
+
 def comm_hook(editor: Editor, call: Method) -> None:
     editor.refuse("fsdp1", call.old, "register_comm_hook: fsdp2 reduces gradients itself; see set_custom_reduce_scatter")
 
 
 def fsdp_modules(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
-    given = arguments(new.args, ("module", "root_only"))
+    given = arguments(new.args, STATIC_METHODS["fsdp_modules"])
     model = given.text("module")
     if given.text("root_only", "False") != "False":
         return editor.make("[{model}]", model=model)
@@ -127,23 +158,10 @@ def summon(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
 def static_rest(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
     """A static method of FSDP1 that no rule knows."""
     found = editor.names.origin_of(old)
-    if found.startswith(_STATIC) and found.removeprefix(_STATIC) not in _KNOWN:
-        editor.refuse("fsdp1", old, f"FSDP.{found.removeprefix(_STATIC)}: a sharded model has no such function")
+    if found.startswith(STATIC) and found.removeprefix(STATIC) not in STATIC_METHODS:
+        editor.refuse("fsdp1", old, f"FSDP.{found.removeprefix(STATIC)}: a sharded model has no such function")
     return new
 
-
-_KNOWN = (
-    "state_dict_type",
-    "set_state_dict_type",
-    "summon_full_params",
-    "fsdp_modules",
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "full_optim_state_dict",
-    "sharded_optim_state_dict",
-    "scatter_full_optim_state_dict",
-    "shard_full_optim_state_dict",
-)
 
 SHARED = Rules(
     calls=dict.fromkeys(("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"), clip_function),
@@ -154,7 +172,8 @@ SHARED = Rules(
         ("fsdp1", "register_comm_hook"): comm_hook,
     },
     nodes={
-        cst.Attribute: [inner_module, no_sync_itself],
+        cst.Name: [class_reference],
+        cst.Attribute: [inner_module, no_sync_itself, class_reference],
         cst.Assign: [sync_flag],
         **{kind: [loop_over_modules] for kind in (cst.For, cst.CompFor, cst.Call)},
     },
@@ -162,7 +181,7 @@ SHARED = Rules(
 """The rules for every framework."""
 
 FSDP1 = Rules(
-    calls={f"{_STATIC}fsdp_modules": fsdp_modules, f"{_STATIC}summon_full_params": summon},
+    calls={f"{STATIC}fsdp_modules": fsdp_modules, f"{STATIC}summon_full_params": summon},
     nodes={cst.Attribute: [static_rest]},
 )
 

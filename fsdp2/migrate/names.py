@@ -19,8 +19,8 @@ from libcst.metadata import (
     QualifiedNameSource,
 )
 
-from .origins import FSDP1_NAMES, is_framework_module, origin, star_names
-from .syntax_trees import arguments, code, dotted, last_name, parameters
+from .origins import FSDP1_NAMES, STATIC, STATIC_METHODS, is_framework_module, origin, star_names
+from .syntax_trees import Arguments, arguments, code, dotted, last_name, parameters
 
 SHARDED = ("fsdp1", "ddp", "deepspeed")
 """Tags of models."""
@@ -45,19 +45,8 @@ _MAKES = {
     "fsdp:lambda_auto_wrap_policy": "policy",
     "fsdp:always_wrap_policy": "policy",
 }
-_STATIC = "fsdp:FullyShardedDataParallel."
-_TAKES_MODEL = frozenset({"state_dict_type", "set_state_dict_type", "summon_full_params"})
-"""Functions of FSDP1 whose first argument is a model, wherever it was wrapped; those that take an optimizer's state as well."""
-
-_OPTIMIZER_AT = {
-    "optim_state_dict": 1,
-    "full_optim_state_dict": 1,
-    "sharded_optim_state_dict": 1,
-    "optim_state_dict_to_load": 1,
-    "shard_full_optim_state_dict": 3,
-    "scatter_full_optim_state_dict": 3,
-}
-"""Functions of FSDP1 that take an optimizer, wherever it was made, and its place among the arguments."""
+_MAY_TAKE_OTHERS = ("fsdp_modules", "optim_state_dict_to_load")
+"""Static methods of FSDP1 whose first argument may be something else than a sharded model: any module, or in torch 2.0 a state."""
 
 _SAME_MODEL = frozenset({"to", "cuda", "cpu", "train", "eval", "compile"})
 
@@ -239,6 +228,20 @@ class Names(Reading):
         """Every expression that is assigned to this name."""
         return [value for target, value, _ in self.assigned if dotted(target) == name]
 
+    def method_of(self, call: cst.Call, tag: str) -> str:
+        """``step`` of ``engine.step()``, if ``engine`` has this tag; "" for other calls."""
+        return call.func.attr.value if isinstance(call.func, cst.Attribute) and self.tag_of(call.func.value) == tag else ""
+
+    def only_value(self, node: cst.BaseExpression | None) -> cst.BaseExpression | None:
+        """The value of a name that is assigned to once; ``node`` itself if it is no such name."""
+        values = self.values_of(dotted(node)) if isinstance(node, (cst.Name, cst.Attribute)) else []
+        return values[0] if len(values) == 1 else node
+
+    def assigned_to(self, value: cst.CSTNode) -> cst.BaseExpression | None:
+        """The target of the assignment whose value is ``value``, if it has one target."""
+        parent = self.parent_of(value)
+        return parent.targets[0].target if isinstance(parent, cst.Assign) and len(parent.targets) == 1 else None
+
     def passed_to(self, function: cst.FunctionDef, param: str) -> list[cst.BaseExpression]:
         """The arguments that the calls of this file pass for a parameter."""
         return [value for of, target, value in self._passed if of is function and target.value == param]
@@ -250,6 +253,18 @@ class Names(Reading):
         if isinstance(node, cst.Name) and isinstance(function, cst.FunctionDef):
             values += self.passed_to(function, node.value)
         return values
+
+    def may_be(self, node: cst.BaseExpression, depth: int = 0) -> Iterator[cst.BaseExpression]:
+        """The expressions of this file that ``node`` may stand for: both sides of a condition, the values of a name."""
+        values: list[cst.BaseExpression] = []
+        if isinstance(node, cst.IfExp):
+            values = [node.body, node.orelse]
+        elif isinstance(node, (cst.Name, cst.Attribute)) and depth < 5:
+            values = self.passed_or_assigned(node)
+        for value in values:
+            yield from self.may_be(value, depth + 1)
+        if not values:
+            yield node
 
     def is_only_read_by(self, name: str, callees: Sequence[str]) -> bool:
         """Whether every use of ``name``, but assignments to it, is as an argument of one of these."""
@@ -350,7 +365,7 @@ class Names(Reading):
             if len(self.tags) == before:
                 return
 
-    def _give(self, target: cst.BaseExpression, tag: str) -> None:
+    def _give(self, target: cst.BaseExpression | None, tag: str) -> None:
         text = dotted(target)
         if text and tag:
             self.tags.setdefault(text, tag)
@@ -370,25 +385,31 @@ class Names(Reading):
                 for element, result in zip(target.elements, returned.elements, strict=False):
                     self._give(element.value, self.tag_of(result.value))
 
-    def puts_state_first(self, call: cst.Call) -> bool:
-        """Whether ``optim_state_dict_to_load`` has torch 2.0's order, in which the state came before the model and the optimizer."""
-        if not self.origin_of(call.func).endswith(".optim_state_dict_to_load") or any(arg.keyword is not None for arg in call.args[:3]):
-            return False
-        tags = [self.tag_of(arg.value) for arg in call.args[:3]]
-        return tags[1:2] in ([each] for each in SHARDED) or tags[2:3] == ["optimizer"]
+    def static_call(self, call: cst.Call) -> tuple[str, Arguments]:
+        """The static method of FSDP1 that is called, and its arguments; "" and nothing for another function.
+
+        In torch 2.0, ``optim_state_dict_to_load`` took the state before the model and the optimizer.
+        """
+        function = self.origin_of(call.func)
+        name = function.removeprefix(STATIC) if function.startswith(STATIC) else ""
+        if name not in STATIC_METHODS:
+            return "", Arguments()
+        signature = STATIC_METHODS[name]
+        if name == "optim_state_dict_to_load" and not any(arg.keyword is not None for arg in call.args[:3]):
+            tags = [self.tag_of(arg.value) for arg in call.args[:3]]
+            if tags[1:2] in ([each] for each in SHARDED) or tags[2:3] == ["optimizer"]:
+                signature = ("optim_state_dict", "model", "optim")
+        return name, arguments(call.args, signature)
 
     def _follow(self, call: cst.Call) -> None:
         """Give names the tags that a call of FSDP1, ``isinstance``, or of a dataclass of this file shows."""
-        made_by = self.origin_of(call.func).removeprefix(_STATIC)
-        optimizer_at = _OPTIMIZER_AT.get(made_by)
-        takes_model = made_by in _TAKES_MODEL or (optimizer_at == 1 and not made_by.endswith("_to_load"))
-        if takes_model and call.args and dotted(call.args[0].value) != "self":
-            self._give(call.args[0].value, "fsdp1")
-        if optimizer_at is not None:
-            for index, arg in enumerate(call.args):
-                at_place = arg.keyword is None and index == optimizer_at + self.puts_state_first(call)
-                if at_place or (arg.keyword is not None and arg.keyword.value == "optim"):
-                    self._give(arg.value, "optimizer")
+        method, given = self.static_call(call)
+        if method:
+            first = STATIC_METHODS[method][0]
+            model = given.value(first) if first in ("module", "model") and method not in _MAY_TAKE_OTHERS else None
+            if dotted(model) != "self":
+                self._give(model, "fsdp1")
+            self._give(given.value("optim"), "optimizer")
         if dotted(call.func) == "isinstance" and len(call.args) > 1:
             kinds = call.args[1].value
             each_kind = [each.value for each in kinds.elements] if isinstance(kinds, cst.Tuple) else [kinds]

@@ -27,6 +27,25 @@ WRAP_NAMES = frozenset(
 FSDP1_NAMES = WRAP_NAMES | {"FlatParameter"} | frozenset(installation.FSDP1_NAMES)
 """Public names of FSDP1 and its submodules; ``fsdp2.compat`` has them all."""
 
+STATIC = "fsdp:FullyShardedDataParallel."
+"""The origin of a static method of FSDP1, before its name."""
+
+STATIC_METHODS = {
+    "fsdp_modules": ("module", "root_only"),
+    "summon_full_params": ("module",),
+    **dict.fromkeys(
+        ("state_dict_type", "set_state_dict_type"),
+        ("module", "state_dict_type", "state_dict_config", "optim_state_dict_config"),
+    ),
+    "optim_state_dict": ("model", "optim", "optim_state_dict", "group"),
+    "full_optim_state_dict": ("model", "optim", "optim_input", "rank0_only", "group"),
+    "sharded_optim_state_dict": ("model", "optim", "group"),
+    "optim_state_dict_to_load": ("model", "optim", "optim_state_dict", "is_named_optimizer", "load_directly", "group"),
+    "shard_full_optim_state_dict": ("full_optim_state_dict", "model", "optim_input", "optim"),
+    "scatter_full_optim_state_dict": ("full_optim_state_dict", "model", "optim_input", "optim", "group"),
+}
+"""The static methods that rules know, with their arguments."""
+
 _FSDP_MODULES = (
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed.fsdp.sharded_grad_scaler",

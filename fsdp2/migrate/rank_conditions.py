@@ -18,7 +18,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from .names import Names
-from .syntax_trees import dotted, is_none, last_name, string_of
+from .syntax_trees import dotted, is_none, key_of, last_name, string_of
 
 
 class Which(Enum):
@@ -104,8 +104,7 @@ def rank_of(names: Names, node: cst.BaseExpression, depth: int = 0) -> Which | N
     if isinstance(node, cst.Call):
         return _of_call(names, node, depth)
     if isinstance(node, cst.Subscript) and names.origin_of(node.value) == "os.environ":
-        index = node.slice[0].slice
-        return _VARIABLES.get(string_of(index.value) or "") if isinstance(index, cst.Index) else None
+        return _VARIABLES.get(key_of(node) or "")
     if isinstance(node, cst.BinaryOperation):
         return Which.SEVERAL if rank_of(names, node.left, depth + 1) is not None else None  # rank % ranks_of_a_node
     if isinstance(node, cst.IfExp):

@@ -18,10 +18,10 @@ from libcst import matchers
 from .editor import Editor, Method, Rules
 from .model_use import is_use_before_wrap
 from .names import SHARDED
+from .origins import STATIC, STATIC_METHODS
 from .rank_guards import on_every_rank
-from .syntax_trees import arguments, code, dotted, expression, last_name
+from .syntax_trees import arguments, code, dotted, expression, is_none, last_name
 
-_STATIC = "fsdp:FullyShardedDataParallel."
 FULL = "StateDictOptions(full_state_dict=True)"
 
 
@@ -45,7 +45,7 @@ class _InFile:
 
 def _wanted(editor: Editor, old: cst.Call) -> Wanted:
     """The arguments of ``state_dict_type`` or ``set_state_dict_type``."""
-    given = arguments(old.args, ("module", "state_dict_type", "state_dict_config", "optim_state_dict_config"))
+    _name, given = editor.names.static_call(old)
     kind = editor.names.origin_of(given.value("state_dict_type")).removeprefix("fsdp:StateDictType.")
     if kind not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         flat = "flat parameters of one rank do not exist here; `fsdp2 convert OLD NEW --to dcp --shapes shapes.json` reads old files"
@@ -58,17 +58,15 @@ def _wanted(editor: Editor, old: cst.Call) -> Wanted:
 
 def _config(editor: Editor, node: cst.BaseExpression | None, at: cst.CSTNode) -> dict[str, bool]:
     """The flags of a ``FullStateDictConfig(...)``, or of the only one that a name stands for."""
-    if node is None or (isinstance(node, cst.Name) and node.value == "None"):
+    if node is None or is_none(node):
         return {}
-    if isinstance(node, (cst.Name, cst.Attribute)):
-        values = editor.names.values_of(dotted(node))
-        node = values[0] if len(values) == 1 else node
-    if isinstance(node, cst.Call) and editor.names.origin_of(node.func).startswith("fsdp:"):
-        given = arguments(node.args, ("offload_to_cpu", "rank0_only"))
+    value = editor.names.only_value(node)
+    if isinstance(value, cst.Call) and editor.names.origin_of(value.func).startswith("fsdp:"):
+        given = arguments(value.args, ("offload_to_cpu", "rank0_only"))
         flags = {name: given.text(name) for name in given.by_name}
         if set(flags.values()) <= {"True", "False"} and not given.stars:
-            return {name: value == "True" for name, value in flags.items()}
-    editor.refuse("fsdp1", at, f"{code(node)}: a state dict config whose flags are not written in this file")
+            return {name: flag == "True" for name, flag in flags.items()}
+    editor.refuse("fsdp1", at, f"{code(value or node)}: a state dict config whose flags are not written in this file")
     return {}
 
 
@@ -76,7 +74,7 @@ def _config(editor: Editor, node: cst.BaseExpression | None, at: cst.CSTNode) ->
 
 
 def _is_context(editor: Editor, item: cst.WithItem, name: str = "state_dict_type") -> bool:
-    return isinstance(item.item, cst.Call) and editor.names.origin_of(item.item.func) == f"{_STATIC}{name}"
+    return isinstance(item.item, cst.Call) and editor.names.origin_of(item.item.func) == f"{STATIC}{name}"
 
 
 def _in_force(editor: Editor, call: cst.Call) -> Wanted | None:
@@ -93,7 +91,7 @@ def _in_force(editor: Editor, call: cst.Call) -> Wanted | None:
 def find_kinds(editor: Editor) -> None:
     """Before the rewrite: the file's ``set_state_dict_type``, and the contexts."""
     names = editor.names
-    calls = [call for call in names.calls if names.origin_of(call.func) == f"{_STATIC}set_state_dict_type"]
+    calls = [call for call in names.calls if names.origin_of(call.func) == f"{STATIC}set_state_dict_type"]
     found = {_wanted(editor, call) for call in calls}
     if len(found) > 1:
         editor.refuse("fsdp1", calls[-1], "set_state_dict_type with several kinds in one file")
@@ -138,9 +136,8 @@ def set_type(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression
 
 def config_value(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``save_policy = FullStateDictConfig(...)`` goes, if only state dict contexts read it."""
-    parent = editor.names.parent_of(old)
-    target = parent.targets[0].target if isinstance(parent, cst.Assign) and len(parent.targets) == 1 else None
-    readers = (f"{_STATIC}state_dict_type", f"{_STATIC}set_state_dict_type")
+    target = editor.names.assigned_to(old)
+    readers = (f"{STATIC}state_dict_type", f"{STATIC}set_state_dict_type")
     if isinstance(target, cst.Name) and editor.names.is_only_read_by(target.value, readers):
         editor.instead()
     return None
@@ -259,11 +256,7 @@ def _model_of(editor: Editor, call: Method, instead: str) -> str:
     return models[0] if models else ""
 
 
-_LOADS = {
-    "optim_state_dict_to_load": ("model", "optim", "optim_state_dict", "is_named_optimizer", "load_directly", "group"),
-    "shard_full_optim_state_dict": ("full_optim_state_dict", "model", "optim_input", "optim"),
-    "scatter_full_optim_state_dict": ("full_optim_state_dict", "model", "optim_input", "optim", "group"),
-}
+_LOADS = ("optim_state_dict_to_load", "shard_full_optim_state_dict", "scatter_full_optim_state_dict")
 _LOAD_OPTIONS = {
     "scatter_full_optim_state_dict": "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
     "shard_full_optim_state_dict": FULL,
@@ -272,9 +265,7 @@ _LOAD_OPTIONS = {
 
 def _load_arguments(editor: Editor, call: cst.Call) -> tuple[str, str, str, cst.BaseExpression | None]:
     """Name of the function, model, optimizer and state; of both orders that torch has had."""
-    name = editor.names.origin_of(call.func).removeprefix(_STATIC)
-    signature = ("optim_state_dict", "model", "optim") if editor.names.puts_state_first(call) else _LOADS[name]
-    given = arguments(call.args, signature)
+    name, given = editor.names.static_call(call)
     optimizers = [text for text, tag in editor.names.tags.items() if tag == "optimizer" and not text.startswith("*.")]
     optim = given.text("optim") or (optimizers[0] if optimizers else "")
     if given.text("load_directly", "False") != "False":
@@ -285,7 +276,7 @@ def _load_arguments(editor: Editor, call: cst.Call) -> tuple[str, str, str, cst.
 def _find_loads(editor: Editor) -> dict[str, tuple[str, str]]:
     found = {}
     for call in editor.names.calls:
-        if editor.names.origin_of(call.func).removeprefix(_STATIC) in _LOADS:
+        if editor.names.origin_of(call.func).removeprefix(STATIC) in _LOADS:
             name, model, optim, _state = _load_arguments(editor, call)
             found[optim] = (model, _LOAD_OPTIONS.get(name, ""))
     return found
@@ -306,8 +297,8 @@ def state_to_load(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpre
 
 def optim_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     """``FSDP.optim_state_dict(model, optim)`` and the older functions."""
-    name = editor.names.origin_of(old.func).removeprefix(_STATIC)
-    given = arguments(new.args, ("model", "optim", "optim_state_dict" if name == "optim_state_dict" else "rank0_only", "rank0_only"))
+    name = editor.names.origin_of(old.func).removeprefix(STATIC)
+    given = arguments(new.args, STATIC_METHODS[name])
     model, optim = given.text("model"), given.text("optim")
     wanted = _in_force(editor, old)
     if given.value("optim_state_dict") is not None or wanted is None:
@@ -332,10 +323,10 @@ SHARED = Rules(
 )
 FSDP1 = Rules(
     calls={
-        f"{_STATIC}set_state_dict_type": set_type,
+        f"{STATIC}set_state_dict_type": set_type,
         **{f"fsdp:{name}": config_value for name in _CONFIGS},
-        **{f"{_STATIC}{name}": state_to_load for name in _LOADS},
-        **{f"{_STATIC}{name}": optim_state for name in ("optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict")},
+        **{f"{STATIC}{name}": state_to_load for name in _LOADS},
+        **{f"{STATIC}{name}": optim_state for name in ("optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict")},
     },
     nodes={cst.With: [unwrap_with]},
 )

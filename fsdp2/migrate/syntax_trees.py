@@ -48,6 +48,12 @@ def string_of(node: cst.BaseExpression | None) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def key_of(node: cst.Subscript) -> str | None:
+    """``net`` of ``things["net"]``; None if the index is no string literal."""
+    index = node.slice[0].slice
+    return string_of(index.value) if isinstance(index, cst.Index) else None
+
+
 def is_none(node: cst.CSTNode | None) -> bool:
     return isinstance(node, cst.Name) and node.value == "None"
 

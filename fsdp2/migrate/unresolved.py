@@ -16,7 +16,7 @@ from libcst import matchers
 
 from .model_use import is_asked_for
 from .names import SHARDED, WRAPPED, Names
-from .syntax_trees import code, dotted, string_of
+from .syntax_trees import code, dotted, key_of
 
 _INSTEAD = {
     "no_sync": "fsdp2.accumulate({0})",
@@ -96,9 +96,7 @@ def _is_of_a_library(origin: str) -> bool:
 def _last_word(node: cst.BaseExpression) -> str:
     """``optimizer`` of ``self.optimizer``, ``optimizers[0]``, ``state["optimizer"]``."""
     while isinstance(node, cst.Subscript):
-        index = node.slice[0].slice
-        text = string_of(index.value) if isinstance(index, cst.Index) else None
-        if text is not None:
+        if (text := key_of(node)) is not None:
             return text
         node = node.value
     if isinstance(node, cst.Call):

@@ -32,6 +32,18 @@ def file(tmp_path: Path) -> Callable[[str, str], Path]:
     return write
 
 
+@pytest.fixture
+def rewritten(file: Callable[[str, str], Path]) -> Callable[..., str]:
+    """What ``fsdp2 migrate --write`` makes of a script; ``status`` is the exit status that it ends with."""
+
+    def write(text: str, status: int = 0, name: str = "train.py") -> str:
+        path = file(name, text)
+        assert main(["migrate", "--write", str(path)]) == status
+        return path.read_text()
+
+    return write
+
+
 def test_diff_is_the_default_and_changes_no_file(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = file("train.py", IMPORT_ONLY)
     assert main(["migrate", str(path)]) == 0
@@ -74,11 +86,19 @@ def test_what_compat_refuses_too_stays_on_torch_with_a_comment(file: Any, capsys
     assert "+++" not in capsys.readouterr().out, "a second time changes nothing"
 
 
-def test_subclass_of_fsdp_goes_to_compat(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    path = file("train.py", SUBCLASS)
-    assert main(["migrate", "--write", str(path)]) == 1
-    assert f"{path}:4: compat: a subclass of FSDP" in capsys.readouterr().out
-    assert path.read_text().startswith("from fsdp2.compat import FullyShardedDataParallel as FSDP\n")
+def test_subclass_of_fsdp_goes_to_compat(rewritten: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rewritten(SUBCLASS, 1).startswith("from fsdp2.compat import FullyShardedDataParallel as FSDP\n")
+    assert "train.py:4: compat: a subclass of FSDP" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("use", "what"), [("class Mine(DDP):\n    pass", "a subclass of DDP"), ("kinds = (DDP, int)", "DDP as a value")]
+)
+def test_class_of_ddp_that_is_a_base_or_a_value_is_left(rewritten: Any, capsys: Any, use: str, what: str) -> None:
+    """A value was called a subclass."""
+    script = f"from torch.nn.parallel import DistributedDataParallel as DDP\n\n{use}\n"
+    assert script.splitlines()[-1] in rewritten(script, 1)
+    assert f"train.py:3: left: {what}: parallelize changes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -107,10 +127,9 @@ def test_files_that_share_values_stay_on_compat_together(file: Any, tmp_path: Pa
     assert apart.read_text() == "import fsdp2\n\nprecision = fsdp2.MixedPrecisionPolicy()\n"
 
 
-def test_unused_imports_of_a_package_are_kept(file: Any) -> None:
-    path = file("__init__.py", "from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision\n")
-    assert main(["migrate", "--write", str(path)]) == 0
-    assert path.read_text() == "from fsdp2.compat import FullyShardedDataParallel, MixedPrecision\n"
+def test_unused_imports_of_a_package_are_kept(rewritten: Any) -> None:
+    new = rewritten("from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision\n", name="__init__.py")
+    assert new == "from fsdp2.compat import FullyShardedDataParallel, MixedPrecision\n"
 
 
 def test_what_is_no_python_is_listed_and_left(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,21 +177,18 @@ def test_a_configuration_that_is_no_yaml_is_listed(file: Any, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("made", ["partial(FSDP)(net)", "shard(net)"])
-def test_a_partial_makes_the_model_that_no_context_is_needed_for(file: Any, made: str) -> None:
+def test_a_partial_makes_the_model_that_no_context_is_needed_for(rewritten: Any, made: str) -> None:
     imports = "from functools import partial\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType\n"
     text = f"{imports}shard = partial(FSDP)\nmodel = {made}\nwith FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n"
-    path = file("train.py", text + "    state = model.state_dict()\nmodel.clip_grad_norm_(1.0)\n")
-    assert main(["migrate", "--write", str(path)]) == 0
-    assert "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))" in path.read_text()
-    assert "fsdp2.clip_grad_norm_(model.parameters(), 1.0)" in path.read_text()
+    new = rewritten(text + "    state = model.state_dict()\nmodel.clip_grad_norm_(1.0)\n")
+    assert "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))" in new
+    assert "fsdp2.clip_grad_norm_(model.parameters(), 1.0)" in new
 
 
-def test_a_model_that_comes_from_elsewhere_is_known_by_its_context(file: Any) -> None:
+def test_a_model_that_comes_from_elsewhere_is_known_by_its_context(rewritten: Any) -> None:
     imports = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType\n"
     body = "def save(net):\n    with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT):\n        return net.state_dict()\n"
-    path = file("saving.py", imports + body)
-    assert main(["migrate", "--write", str(path)]) == 0
-    assert "return get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))" in path.read_text()
+    assert "return get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))" in rewritten(imports + body)
 
 
 AT_RUN_TIME = '"cuda" if torch.cuda.is_available() else "cpu"'
@@ -184,6 +200,7 @@ AT_RUN_TIME = '"cuda" if torch.cuda.is_available() else "cpu"'
         ("dist.init_process_group('gloo')", '"cpu"'),
         ('dist.init_process_group(backend="gloo")  # not "nccl"', '"cpu"'),
         ('BACKEND = "gloo"\ndist.init_process_group(BACKEND)', '"cpu"'),
+        ('def start(backend):\n    dist.init_process_group(backend)\n\nstart("gloo")', '"cpu"'),
         ('dist.init_process_group("nccl")\nmeta = dist.new_group(backend="gloo")', '"cuda"'),
         ('print("gloo")\ndist.init_process_group("cpu:gloo,cuda:nccl")', '"cuda"'),
         ('dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")', AT_RUN_TIME),
@@ -217,26 +234,24 @@ BF16 = "MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)"
         f"precision = {BF16}\n",
     ],
 )
-def test_buffers_whose_cast_has_no_place_stay_with_compat(file: Any, body: str) -> None:
+def test_buffers_whose_cast_has_no_place_stay_with_compat(rewritten: Any, body: str) -> None:
     """They stayed in fp32, and met weights in bf16: "expected BFloat16 but found Float"."""
     imports = "from functools import partial\nimport torch\nfrom torch.distributed.fsdp.wrap import enable_wrap, wrap\n"
     more = "from torch.distributed.fsdp import MixedPrecision\n"
-    path = file("train.py", imports + IMPORT_FSDP1 + more + body)
-    assert main(["migrate", "--write", str(path)]) == 1
-    assert "fsdp2.compat" in (new := path.read_text())
+    new = rewritten(imports + IMPORT_FSDP1 + more + body, 1)
+    assert "fsdp2.compat" in new
     assert "buffer_dtype=torch.bfloat16" in new
     assert ".buffers()" not in new
 
 
-def test_buffers_whose_cast_has_no_place_are_one_finding_that_says_what_to_do(file: Any, capsys: Any) -> None:
+def test_buffers_whose_cast_has_no_place_are_one_finding_that_says_what_to_do(rewritten: Any, capsys: Any) -> None:
     """A precision on a line of its own and the call that takes it were two findings, with the same comment above each."""
     more = "import torch\nfrom torch.distributed.fsdp import MixedPrecision\n"
     body = f"precision = {BF16}\nmodel = FSDP(net, mixed_precision=precision, ignored_modules=[net.table])\n"
-    path = file("train.py", IMPORT_FSDP1 + more + body)
-    assert main(["migrate", "--write", str(path)]) == 1
+    new = rewritten(IMPORT_FSDP1 + more + body, 1)
     (finding,) = [line for line in capsys.readouterr().out.splitlines() if "compat: buffer_dtype" in line]
     assert "remove buffer_dtype" in finding
-    assert path.read_text().count("compat: buffer_dtype") == 1
+    assert new.count("compat: buffer_dtype") == 1
 
 
 @pytest.mark.parametrize(
@@ -248,11 +263,9 @@ def test_buffers_whose_cast_has_no_place_are_one_finding_that_says_what_to_do(fi
         ("output_dtype=torch.float32", False),
     ],
 )
-def test_a_policy_of_fsdp2_without_reduce_dtype_is_told_what_torch_2_15_makes_of_it(file: Any, given: str, is_told: bool) -> None:
+def test_a_policy_of_fsdp2_without_reduce_dtype_is_told_what_torch_2_15_makes_of_it(rewritten: Any, given: str, is_told: bool) -> None:
     imports = "import torch\nfrom torch.distributed.fsdp import MixedPrecisionPolicy\n\n"
-    path = file("train.py", f"{imports}policy = MixedPrecisionPolicy({given})\n")
-    assert main(["migrate", "--write", str(path)]) == 0
-    text = path.read_text()
+    text = rewritten(f"{imports}policy = MixedPrecisionPolicy({given})\n")
     assert "from fsdp2 import MixedPrecisionPolicy" in text
     assert ("reduce_dtype=torch.bfloat16 keeps" in " ".join(text.replace("#", " ").split())) is is_told
 
@@ -293,10 +306,9 @@ def test_links_out_of_a_folder_are_listed_and_left(file: Any, tmp_path: Path, ca
     assert outside.read_text() == inside.read_text()
 
 
-def test_a_sharded_grad_scaler_is_ours_with_its_process_group(file: Any) -> None:
+def test_a_sharded_grad_scaler_is_ours_with_its_process_group(rewritten: Any) -> None:
     """It was torch's, whose ranks agree on infinities only in parameters that are sharded over one mesh."""
     imports = "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
-    path = file("train.py", f"{imports}\nscaler = ShardedGradScaler('cuda', 2.0, 0.5, process_group=group)\n")
-    assert main(["migrate", "--write", str(path)]) == 0
+    new = rewritten(f"{imports}\nscaler = ShardedGradScaler('cuda', 2.0, 0.5, process_group=group)\n")
     call = "fsdp2.optim.GradScaler('cuda', init_scale=2.0, backoff_factor=0.5, process_group=group)"
-    assert path.read_text() == f"import fsdp2\n\nscaler = {call}\n"
+    assert new == f"import fsdp2\n\nscaler = {call}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,15 +36,25 @@ for step in range(3):
 """
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+Compare = Callable[..., tuple[int, str]]
+"""(the script's text, options) -> exit status, all that was printed"""
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Compare:
+    """``fsdp2 migrate --parity`` of ``train.py``, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
+
+    def run(text: str, *options: str) -> tuple[int, str]:
+        (tmp_path / "train.py").write_text(text)
+        status = main(["migrate", "--parity", "train.py", *options])
+        return status, "".join(capsys.readouterr())
+
+    return run
 
 
 @pytest.mark.slow
-def test_a_script_that_saves_and_resumes_harms_no_file_and_begins_alike_on_both_sides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_saves_and_resumes_harms_no_file_and_begins_alike_on_both_sides(compare: Compare, tmp_path: Path) -> None:
     """The first run overwrote the user's checkpoint, and the second went on from it: a difference that was none."""
     change = """
     if step == 0 and os.path.exists("last.pt"):
@@ -51,22 +62,20 @@ def test_a_script_that_saves_and_resumes_harms_no_file_and_begins_alike_on_both_
     for path in () if step < 2 else ("last.pt", os.path.join(os.path.dirname(os.path.abspath(__file__)), "beside.pt")):
         open(path, "w").write(f"{step + 7}")
     """
-    (tmp_path / "train.py").write_text(SCRIPT.replace("{change}", change.strip()))
     (tmp_path / "last.pt").write_text("0.25")
     (tmp_path / "beside.pt").write_text("precious")
-    assert main(["migrate", "--parity", "train.py"]) == 0
-    assert "the same for 3 steps" in capsys.readouterr().out
+    status, said = compare(SCRIPT.replace("{change}", change.strip()))
+    assert status == 0
+    assert "the same for 3 steps" in said
     assert (tmp_path / "last.pt").read_text() == "0.25"
     assert (tmp_path / "beside.pt").read_text() == "precious"
 
 
-def test_a_folder_that_is_too_large_to_copy_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_too_large_to_copy_is_refused(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "MAX_NBYTES", 100)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    assert main(["migrate", "--parity", "train.py"]) == 2
-    assert "--in-place" in capsys.readouterr().err
+    status, said = compare(SCRIPT)
+    assert status == 2
+    assert "--in-place" in said
 
 
 @pytest.mark.slow
@@ -84,54 +93,45 @@ def test_a_folder_that_is_too_large_to_copy_is_refused(
         ("raise SystemExit(3) if is_new else None or ValueError('here')", "the old script failed before its first step: "),
     ],
 )
-def test_first_difference_is_shown_with_its_place(change: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("{change}", change))
-    status = main(["migrate", "--parity", str(script)])
-    printed = capsys.readouterr().out
+def test_first_difference_is_shown_with_its_place(change: str, said: str, compare: Compare) -> None:
+    status, printed = compare(SCRIPT.replace("{change}", change))
     assert said in printed
     assert status == (0 if "the same" in said else 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [pytest.param("old", marks=pytest.mark.full), "new"])
-def test_script_that_hangs_is_ended_and_named_with_its_place_and_last_output(
-    which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_that_hangs_is_ended_and_named_with_its_place_and_last_output(which: str, compare: Compare) -> None:
     """It was waited for without end. Rank 1 waits here for something that never comes, rank 0 in the next collective."""
-    script = tmp_path / "train.py"
     wait = f"print('step', step, flush=True); step == 2 and is_new == {which == 'new'} and dist.get_rank() and threading.Event().wait()"
-    script.write_text("import threading\n" + SCRIPT.replace("{change}", wait))
-    assert main(["migrate", "--parity", str(script), "--timeout", "40"]) == 1
-    printed = capsys.readouterr().out
+    script = "import threading\n" + SCRIPT.replace("{change}", wait)
+    status, printed = compare(script, "--timeout", "40")
+    assert status == 1
     assert f"different: the {which} script had not ended after 40 s (--timeout)" in printed
-    assert f"rank 1 is in train.py:{script.read_text()[: script.read_text().index(wait)].count(chr(10)) + 1}" in printed
+    assert f"rank 1 is in train.py:{script[: script.index(wait)].count(chr(10)) + 1}" in printed
     assert "last output: " in printed
     assert "step 2" in printed
     assert "it had taken 2 steps" in printed
 
 
 @pytest.mark.slow
-def test_script_that_asks_for_input_gets_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("{change}", "sys.stdin.read()"))
-    assert main(["migrate", "--parity", str(script), "--timeout", "60"]) == 0
-    assert "the same for 3 steps" in capsys.readouterr().out
+def test_script_that_asks_for_input_gets_none(compare: Compare) -> None:
+    status, said = compare(SCRIPT.replace("{change}", "sys.stdin.read()"), "--timeout", "60")
+    assert status == 0
+    assert "the same for 3 steps" in said
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan"])
-def test_time_limit_is_a_positive_number_of_seconds(timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+def test_time_limit_is_a_positive_number_of_seconds(timeout: str, compare: Compare, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["migrate", "--parity", str(tmp_path / "train.py"), "--timeout", timeout])
+        compare(SCRIPT, "--timeout", timeout)
     assert f"argument --timeout: got '{timeout}'" in capsys.readouterr().err
 
 
-def test_script_that_needs_no_migration_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("raise SystemExit('it ran')\n")
-    assert main(["migrate", "--parity", str(script)]) == 0
-    assert "nothing to migrate" in capsys.readouterr().out
+def test_script_that_needs_no_migration_is_not_run(compare: Compare) -> None:
+    status, said = compare("raise SystemExit('it ran')\n")
+    assert status == 0
+    assert "nothing to migrate" in said
 
 
 def test_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,11 +229,11 @@ torch.cuda.synchronize()
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a computer without GPUs")
-def test_a_script_for_gpus_is_compared_on_cpu_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_for_gpus_is_compared_on_cpu_processes(compare: Compare) -> None:
     """It failed in its first lines, on both sides, so that nobody without GPUs could compare it."""
-    (tmp_path / "train.py").write_text(ON_GPUS)
-    assert main(["migrate", "--parity", "train.py"]) == 0, capsys.readouterr().out
-    assert "the same for 3 steps" in capsys.readouterr().out
+    status, said = compare(ON_GPUS)
+    assert status == 0, said
+    assert "the same for 3 steps" in said
 
 
 FSDP1 = """
@@ -259,13 +259,11 @@ for step in range(3):
 @pytest.mark.parametrize(
     ("backend", "device_id", "moved"), [("'gloo'", "", ""), ("'nccl'", ", device_id=torch.cuda.current_device()", ".cuda()")]
 )
-def test_an_fsdp1_script_is_compared_on_cpu_processes(
-    backend: str, device_id: str, moved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_fsdp1_script_is_compared_on_cpu_processes(backend: str, device_id: str, moved: str, compare: Compare) -> None:
     """FSDP1 looked for an accelerator and raised, so that no FSDP1 script could be compared without GPUs."""
-    (tmp_path / "train.py").write_text(FSDP1.replace("{backend}", backend).replace("{device_id}", device_id).replace("{moved}", moved))
-    assert main(["migrate", "--parity", "train.py"]) == 0, capsys.readouterr().out
-    assert "the same for 3 steps" in capsys.readouterr().out
+    status, said = compare(FSDP1.format(backend=backend, device_id=device_id, moved=moved))
+    assert status == 0, said
+    assert "the same for 3 steps" in said
 
 
 BF16_ADAM = """
@@ -302,10 +300,6 @@ for step in range(5):
         ("0.5 if is_new and param is net[5].bias else 1", "different: step 1: the gradient "),
     ],
 )
-def test_bf16_runs_with_adam_are_told_apart_by_their_gradients(
-    factor: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bf16_runs_with_adam_are_told_apart_by_their_gradients(factor: str, said: str, compare: Compare) -> None:
     """No element's move shows a wrong divisor with Adam, and the bias before a batch norm moves by a learning rate in any direction."""
-    (tmp_path / "train.py").write_text(BF16_ADAM.replace("{factor}", factor))
-    main(["migrate", "--parity", "train.py"])
-    assert said in capsys.readouterr().out
+    assert said in compare(BF16_ADAM.format(factor=factor))[1]

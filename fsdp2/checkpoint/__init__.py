@@ -15,7 +15,7 @@ docs/checkpoint.md is the guide.
 # load_safetensors     safetensors_load, safetensors_files (headers, indices); key_map, which both have
 # full_state_dict      full_state, over gather_to_writers
 # DCP's files          dcp_read (without running them), dcp_write
-# torch.save's files   torch_file, inert_pickle, pickle_limits
+# torch.save's files   torch_file, inert_pickle
 # tensors              model_tensors (a model's), lazy_tensors (not read yet); shard_geometry (elements), file_reading (bytes)
 # all of these         digests (comparing bytes), failures (how errors are worded, on every rank), progress
 # conversion           open_source over a reader for each format; convert and its targets, verify, load_checkpoint

@@ -62,55 +62,52 @@ def take_lock(path: Path) -> Path | None:
     deadline = time.monotonic() + WAIT_S
     num_replaced = 0
     while True:
+        file = _opened(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the open file: POSIX's lock ends when any other is closed
         except OSError as error:
-            raise failure(
-                f"{path} cannot be written: {error.strerror or error}",
-                expected="a folder that can be written to",
-                fix="choose another folder; nothing was changed",
-                file=path,
-            ) from error
-        owner = _locked(file, path)
-        num_replaced += owner == ""
-        if owner is None or num_replaced > _MAX_REPLACED:
+            has_locks = error.errno in (errno.EACCES, errno.EAGAIN)
+            owner = os.pread(file, 200, 0).decode(errors="replace") if has_locks else ""
+            _close(file)
+            if not has_locks:
+                return None
+            if time.monotonic() > deadline:
+                raise failure(
+                    f"another run writes to {path.parent}: {owner or 'an unknown process'}",
+                    expected="one run at a time",
+                    fix="stop that run, which releases the lock, or give this one its own folder; nothing was changed",
+                    file=path,
+                ) from None
+            time.sleep(_POLL_S)
+            continue
+        if _is_at(path, file) or num_replaced == _MAX_REPLACED:
+            with contextlib.suppress(OSError):  # for messages only
+                os.ftruncate(file, 0)
+                os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             _held[path] = file, 1
             return path
+        num_replaced += 1  # its last owner removed the file in the meantime
         _close(file)
-        if owner is _NO_LOCKS:
-            return None
-        if owner and time.monotonic() > deadline:
-            raise failure(
-                f"another run writes to {path.parent}: {owner}",
-                expected="one run at a time",
-                fix="stop that run, which releases the lock, or give this one its own folder; nothing was changed",
-                file=path,
-            )
-        if owner:
-            time.sleep(_POLL_S)
 
 
-_NO_LOCKS = "the file system has no locks"
-
-
-def _locked(file: int, path: Path) -> str | None:
-    """None if the lock is ours now; else its owner, or "" if its last owner removed the file in the meantime."""
+def _opened(path: Path) -> int:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the open file: POSIX's lock ends when any other is closed
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return _NO_LOCKS
-        return os.pread(file, 200, 0).decode(errors="replace") or "an unknown process"
+        raise failure(
+            f"{path} cannot be written: {error.strerror or error}",
+            expected="a folder that can be written to",
+            fix="choose another folder; nothing was changed",
+            file=path,
+        ) from error
+
+
+def _is_at(path: Path, file: int) -> bool:
     try:
-        if not os.path.samestat(os.stat(path), os.fstat(file)):
-            return ""
+        return os.path.samestat(os.stat(path), os.fstat(file))
     except FileNotFoundError:
-        return ""
-    with contextlib.suppress(OSError):  # for messages only
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return None
+        return False
 
 
 @functools.cache

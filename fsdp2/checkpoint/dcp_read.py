@@ -38,9 +38,8 @@ from torch.distributed.checkpoint.metadata import (
 from ..errors import CheckpointError
 from .failures import describe, failure, readable
 from .file_reading import ByteReader, is_inside, open_regular
-from .inert_pickle import unpickle
+from .inert_pickle import MAX_DEPTH, BoundedUnpickler, check_keys, checked_ordered_dict, unpickle
 from .lazy_tensors import NAMES, Assembled, LazyTensor, State, Stored, dtype_of
-from .pickle_limits import MAX_DEPTH, BoundedUnpickler, check_keys, checked_ordered_dict
 from .shard_geometry import Box, cover_problem
 from .torch_file import data_behind, description_of, head_nbytes, read_torch_file, stored
 
@@ -302,7 +301,7 @@ def read_dcp(folder: Path) -> State:
 
 
 class DcpChunks:
-    """Where the values of a folder's keys lie."""
+    """Where the values of a folder's keys lie. metadata: of ``read_metadata``, which has found a file for each of their elements"""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
@@ -313,7 +312,7 @@ class DcpChunks:
         """A tensor is lazy. Raises: CheckpointError, as all methods do"""
         if isinstance(self._metadata.state_dict_metadata[key], TensorStorageMetadata):
             return self._tensor(key)
-        info = self._info(key)
+        info = self._infos[key, ()]
         return read_torch_file(self._folder / info.relative_path, info.offset, info.length)
 
     def read(self, key: str, box: Box, out: Tensor, reader: ByteReader) -> None:
@@ -331,7 +330,7 @@ class DcpChunks:
 
     def unpacked(self, key: str, offsets: tuple[int, ...] = ()) -> Any:
         """A value other than a tensor, or a tensor's chunk: a file of ``torch.save``."""
-        info = self._info(key, offsets)
+        info = self._infos[key, offsets]
         path = self._folder / info.relative_path
         with readable(path, key), open_regular(path) as file:
             file.seek(info.offset)
@@ -348,7 +347,7 @@ class DcpChunks:
         if not isinstance(entry, TensorStorageMetadata) or boxes is None:
             return {info.relative_path for (name, _), info in self._infos.items() if name == key}
         places = [place for place in map(box_of, entry.chunks) if any(place.intersect(box).numel for box in boxes)]
-        return {self._info(key, place.start).relative_path for place in places}
+        return {self._infos[key, place.start].relative_path for place in places}
 
     def _tensor(self, key: str) -> Assembled:
         entry = self._metadata.state_dict_metadata[key]
@@ -359,18 +358,7 @@ class DcpChunks:
             raise failure(f"{key} has dtype {dtype}", expected=expected, fix="convert it", file=self._folder, key=key)
         parts = []
         for box in map(box_of, entry.chunks):
-            info = self._info(key, box.start)
-            parts.append((box, Chunk(self._folder / info.relative_path, key, dtype, box.shape, info.offset, info.length)))
-        if sum(box.numel for box, _ in parts) != Box.whole(shape).numel:
-            raise self._missing(key, f"all of {shape}")
+            info = self._infos.get((key, box.start))
+            if info is not None:  # a chunk without elements needs no file
+                parts.append((box, Chunk(self._folder / info.relative_path, key, dtype, box.shape, info.offset, info.length)))
         return Assembled(shape, tuple(parts))
-
-    def _info(self, key: str, offsets: tuple[int, ...] = ()) -> Any:
-        info = self._infos.get((key, offsets))
-        if info is None:
-            raise self._missing(key, f"the chunk at {offsets}" if offsets else "the bytes")
-        return info
-
-    def _missing(self, key: str, what: str) -> Exception:
-        file = self._folder / METADATA
-        return failure(f"{self._folder} does not have {what} of {key}", expected="all files of one save", file=file, key=key)

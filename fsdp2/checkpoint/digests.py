@@ -19,6 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -188,7 +189,7 @@ def safetensors_parts(path: Path) -> Iterator[Part]:
     """The parts of a folder, an index or a file."""
     opened = open_checkpoint(path)
     if opened.path.suffix == ".json":
-        yield _of_index(opened.path)
+        yield Part(opened.path, "the index", partial(_checked_index, opened.path))
     for file in dict.fromkeys(stored.path for stored in opened.tensors.values()):
         yield from _of_safetensors(file)
 
@@ -200,8 +201,7 @@ def dcp_parts(folders: Iterable[Path], has_all_files: bool = True) -> Iterator[P
 
 
 def torch_parts(files: Iterable[Path]) -> Iterator[Part]:
-    for file in files:
-        yield from _or_problem(file, _of_torch_file(file))
+    return (each for file in files for each in _or_problem(file, _of_torch_file(file)))
 
 
 def _shown(file: Path, root: Path) -> str:
@@ -217,14 +217,11 @@ def _or_problem(file: Path, parts: Iterator[Part]) -> Iterator[Part]:
         yield Part(file, "", lambda: None, error)
 
 
-def _of_index(path: Path) -> Part:
-    def check() -> int | None:
-        told, found = told_digest(path), digest_of(read_index(path))
-        if told not in (None, found):
-            raise ValueError(f"has the CRC-32 {found}, {told} was written")
-        return None if told is None else path.stat().st_size
-
-    return Part(path, "the index", check)
+def _checked_index(path: Path) -> int | None:
+    told, found = told_digest(path), digest_of(read_index(path))
+    if told not in (None, found):
+        raise ValueError(f"has the CRC-32 {found}, {told} was written")
+    return None if told is None else path.stat().st_size
 
 
 def _of_safetensors(path: Path) -> Iterator[Part]:
@@ -235,17 +232,14 @@ def _of_safetensors(path: Path) -> Iterator[Part]:
     yield Part(path, "the header", lambda: None if told is None else _equal(told.header, told.found, len(text)))
     for key, entry in header.entries.items():
         expected = None if told is None else told.tensors[key]
-        yield Part(path, key, _checked_range(path, entry.offset, entry.nbytes, expected))
+        yield Part(path, key, partial(_checked_range, path, entry.offset, entry.nbytes, expected))
 
 
-def _checked_range(path: Path, offset: int, nbytes: int, expected: int | None) -> Callable[[], int | None]:
-    def check() -> int | None:
-        if expected is None:
-            return None
-        with open_regular(path) as file:
-            return _equal(expected, _crc(file, offset, nbytes), nbytes)
-
-    return check
+def _checked_range(path: Path, offset: int, nbytes: int, expected: int | None) -> int | None:
+    if expected is None:
+        return None
+    with open_regular(path) as file:
+        return _equal(expected, _crc(file, offset, nbytes), nbytes)
 
 
 def _equal(expected: int, found: int, nbytes: int) -> int:
@@ -269,59 +263,48 @@ def _crc(file: BinaryIO, offset: int, nbytes: int) -> int:
 def _of_dcp(folder: Path, has_all_files: bool) -> Iterator[Part]:
     digests = read_digests(folder)
     for name, digest in (digests or {}).items():
-        yield Part(folder / name, "the file", _checked_file(folder / name, digest))
+        yield Part(folder / name, "the file", partial(_checked_file, folder / name, digest))
     if digests is None:
         yield Part(folder / METADATA, "the file", lambda: None)
     for index, info in (read_metadata(folder, has_all_files).storage_data or {}).items():
         directories = digests[info.relative_path].directories if digests is not None and info.relative_path in digests else None
         expected = None if directories is None else directories.get(info.offset, _NOWHERE)
-        yield from _of_zip(folder / info.relative_path, info.offset, info.length, str(index.fqn), expected)
+        path = folder / info.relative_path
+        yield Part(path, str(index.fqn) or "its records", partial(_checked_zip, path, info.offset, info.length, expected))
 
 
 def _of_torch_file(path: Path) -> Iterator[Part]:
     if not is_torch_file(path):
         raise failure(f"{path} does not begin like a file of torch.save", expected="a whole file", file=path)
-    return _of_zip(path, 0, None, "", None)
+    yield Part(path, "its records", partial(_checked_zip, path, 0, None, None))  # opening it takes as long as reading a small one
 
 
-def _checked_file(path: Path, digest: FileDigest) -> Callable[[], int | None]:
-    def check() -> int | None:
-        if not path.is_file():
-            raise ValueError("is missing")
-        nbytes = path.stat().st_size
-        if nbytes != digest.nbytes:
-            raise ValueError(f"has {nbytes} bytes, {digest.nbytes} were written")
-        if digest.crc32 is None:
-            return 0
-        with open_regular(path) as file:
-            return _equal(digest.crc32, _crc(file, 0, nbytes), nbytes)
-
-    return check
+def _checked_file(path: Path, digest: FileDigest) -> int | None:
+    if not path.is_file():
+        raise ValueError("is missing")
+    nbytes = path.stat().st_size
+    if nbytes != digest.nbytes:
+        raise ValueError(f"has {nbytes} bytes, {digest.nbytes} were written")
+    return 0 if digest.crc32 is None else _checked_range(path, 0, nbytes, digest.crc32)
 
 
-def _of_zip(path: Path, offset: int, length: int | None, key: str, directory: int | None) -> Iterator[Part]:
-    """One part: opening it takes as long as reading a small one."""
-
-    def check() -> int | None:
-        with open_regular(path) as file:
-            nbytes = file.seek(0, os.SEEK_END) - offset if length is None else length
-            window = Window(file, offset, nbytes)
-            try:
-                zipped = zipfile.ZipFile(window)
-            except zipfile.BadZipFile as error:
-                raise ValueError(f"is no zip, as torch.save of torch 1.6 or later writes: {error}") from error
-            if directory == _NOWHERE:
-                raise ValueError(f"is at byte {offset}, where {DIGESTS} lists nothing")
-            if directory is not None:
-                _equal(directory, _crc(file, offset + zipped.start_dir, nbytes - zipped.start_dir), 0)
-            if sum(info.file_size for info in zipped.infolist()) > nbytes:
-                raise ValueError("has records that overlap, or are compressed")
-            without = [info for info in zipped.infolist() if info.CRC == 0 and info.file_size]
-            for info in zipped.infolist():
-                if info not in without:
-                    with zipped.open(info) as record:
-                        while record.read(_PIECE_NBYTES):
-                            pass  # zipfile compares at the end
-            return None if without else nbytes
-
-    yield Part(path, key or "its records", check)
+def _checked_zip(path: Path, offset: int, length: int | None, directory: int | None) -> int | None:
+    with open_regular(path) as file:
+        nbytes = file.seek(0, os.SEEK_END) - offset if length is None else length
+        try:
+            zipped = zipfile.ZipFile(Window(file, offset, nbytes))
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"is no zip, as torch.save of torch 1.6 or later writes: {error}") from error
+        if directory == _NOWHERE:
+            raise ValueError(f"is at byte {offset}, where {DIGESTS} lists nothing")
+        if directory is not None:
+            _equal(directory, _crc(file, offset + zipped.start_dir, nbytes - zipped.start_dir), 0)
+        if sum(info.file_size for info in zipped.infolist()) > nbytes:
+            raise ValueError("has records that overlap, or are compressed")
+        without = [info for info in zipped.infolist() if info.CRC == 0 and info.file_size]
+        for info in zipped.infolist():
+            if info not in without:
+                with zipped.open(info) as record:
+                    while record.read(_PIECE_NBYTES):
+                        pass  # zipfile compares at the end
+        return None if without else nbytes

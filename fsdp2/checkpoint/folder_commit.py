@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -36,6 +36,7 @@ from ..durable import sync_folder
 from ..errors import CheckpointError
 from .failures import failure
 from .safetensors_files import INDEX, INDEX_DIGEST, SINGLE, digest_of, read_index, with_digests
+from .safetensors_plan import PlannedFile
 
 UNCHANGED = "free some space, or choose another folder; the earlier checkpoint is unchanged"
 
@@ -172,19 +173,18 @@ class NewFile:
             self.path.unlink()
 
 
-def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Make the complete temporary files the folder's checkpoint, and remove the earlier one's. For one rank.
+def commit(folder: Path, names: Names, files: Sequence[PlannedFile]) -> None:
+    """Make ``files``, complete under their temporary names, the folder's checkpoint, and remove the earlier one's. For one rank.
 
-    nbytes: of each file
     Raises: CheckpointError; the earlier checkpoint then is unchanged, unless the message says otherwise
     """
-    for index, expected in enumerate(nbytes):
+    for index, file in enumerate(files):
         path = names.temporary(folder, index)
         found = path.stat().st_size if path.exists() else 0
-        if found != expected:
+        if found != file.nbytes:
             raise failure(
                 f"{path} has {found} bytes",
-                expected=f"{expected} bytes, as its writer wrote",
+                expected=f"{file.nbytes} bytes, as its writer wrote",
                 fix="save to a folder that all ranks share, or with num_writers=1; the earlier checkpoint is unchanged",
                 file=path,
             )
@@ -201,7 +201,7 @@ def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mappin
             os.replace(names.temporary(folder, 0), folder / SINGLE)
         earlier = [INDEX, *earlier]  # the index goes first: it must not name missing files
     else:
-        _commit_several(folder, names, weight_map, metadata)
+        _commit_several(folder, names, files)
     for name in (name for name in earlier if name not in names.final):
         with contextlib.suppress(OSError):  # the new checkpoint is complete without
             (folder / name).unlink()
@@ -209,10 +209,16 @@ def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mappin
         sync_folder(folder)
 
 
-def _commit_several(folder: Path, names: Names, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    index = folder / f".{INDEX}.{names.token}.tmp"
-    told = {**metadata, INDEX_DIGEST: digest_of(weight_map)}
-    text = json.dumps({"metadata": told, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+def _commit_several(folder: Path, names: Names, files: Sequence[PlannedFile]) -> None:
+    index = temporary_path(folder, INDEX, names.token)
+    tensors = [tensor for file in files for tensor in file.tensors]
+    file_of = {tensor.key: name for file, name in zip(files, names.final, strict=True) for tensor in file.tensors}
+    metadata = {
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+        INDEX_DIGEST: digest_of(file_of),
+    }
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(file_of.items()))}, indent=2) + "\n"
     done: list[Path] = []
     try:
         file = NewFile(index, text.encode())

@@ -177,7 +177,7 @@ class _Gathered:
             if source.problem() is not None:
                 self._others.append(leaf)
             else:
-                planned = PlannedTensor(LazyParameter(source), source.name, tuple(leaf.shape), leaf.dtype)
+                planned = PlannedTensor(LazyParameter(source), source.name, leaf.dtype)
                 self._leaf_of[planned] = id(leaf)
                 self._streamed.setdefault(mesh, []).append(planned)
 

@@ -1,24 +1,204 @@
-"""Unpickles files of ``torch.save`` without running code from them.
+"""Unpickles without running code, at a cost that the length of the pickle bounds.
 
-A pickle names classes and functions, and calls them. Here containers and dtypes are the real ones, ``tensor_of`` makes
-tensors from their descriptions, and every other name becomes a class without behavior (``Inert``) that records its
-arguments. So files with classes of DeepSpeed, FSDP1 or the user can be read where these are not installed, and none of
-their code runs. The cost of reading is bounded by the length of the file, see ``pickle_limits.py``.
+A pickle names classes and functions, and calls them. ``unpickle`` reads files of ``torch.save``: containers and dtypes are
+the real ones, ``tensor_of`` makes tensors from their descriptions, and every other name becomes a class without behavior
+(``Inert``) that records its arguments. So files with classes of DeepSpeed, FSDP1 or the user can be read where these are
+not installed, and none of their code runs.
 
 Worked example: ``ds.ZeroStageEnum(2)`` comes out as an Inert with ``path == "ds.ZeroStageEnum"`` and ``args == (2,)``.
+
+A few bytes can cost gigabytes or hours. C's unpickler keeps its memo in an array: nine bytes that store something at index 2**27 make
+it write 2 GiB. To hash a dict's key that is a tuple of shared tuples, forty levels deep, takes 2**40 steps. And ``list(x)`` of one long
+list, called again and again, copies it each time. So ``BoundedUnpickler`` is the standard library's unpickler in Python, whose memo is
+a dict, with checks of keys and of the arguments of calls. ``check_made`` checks the result.
+
+Note: attributes. The opcode BUILD sets attributes on any object that a pickle can name, classes and functions of the running program
+included, and these outlive the refusal of the file. Here it calls ``build`` of the subclass instead, which knows what it has made.
+
+Time: linear in the bytes.
 """
 
 from __future__ import annotations
 
+import collections
+import io
 import pickle
-from collections import OrderedDict
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .pickle_limits import BoundedUnpickler, check_made, checked_dict, checked_frozenset, checked_ordered_dict, checked_set
+MAX_KEY_PARTS = 100
+"""How many parts a dict's key may have: a checkpoint's keys are names, numbers, and small tuples of these."""
+
+MAX_DEPTH = 100
+"""How deep containers may lie in one another. Readers descend into them by recursion."""
+
+_LONG_KEY_NBYTES = 8
+"""Integers of more bytes can be chosen so that their hashes are equal, and then a dict of n of them takes n**2 steps: no keys."""
+
+_PASSED_PER_BYTE = 16
+"""How many elements and characters the arguments of all calls may have per byte of the pickle: without sharing, at most one."""
+
+_SIZED = (str, bytes, tuple, list, dict, set, frozenset)
+
+
+_LOAD: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
+"""What each opcode does."""
+
+
+def _keys_checked(opcode: bytes, part: slice) -> Callable[[Any], None]:
+    """The opcode's function, which hashes ``part`` of the stack."""
+
+    def checked(unpickler: BoundedUnpickler) -> None:
+        check_keys(unpickler.stack[part])
+        _LOAD[opcode[0]](unpickler)
+
+    return checked
+
+
+def _arguments_counted(opcode: bytes, count: int) -> Callable[[Any], None]:
+    """The opcode's function, which passes the ``count`` containers on top of the stack to a call."""
+
+    def counted(unpickler: BoundedUnpickler) -> None:
+        for arguments in unpickler.stack[-count:]:
+            unpickler.count(arguments)
+        _LOAD[opcode[0]](unpickler)
+
+    return counted
+
+
+class BoundedUnpickler(pickle._Unpickler):
+    """Subclasses define ``find_class``, ``persistent_load`` (by default nothing is stored elsewhere) and ``build``."""
+
+    stack: list[Any]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._left = _PASSED_PER_BYTE * len(data) + 10_000
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The object that ``pid`` refers to."""
+        raise pickle.UnpicklingError(f"it refers to {str(pid)[:100]}, which is no storage")
+
+    @abstractmethod
+    def build(self, made: Any, state: Any) -> bool:
+        """Give ``made`` its attributes. False if it is nothing that this unpickler makes: a class, a function, ..."""
+
+    def count(self, arguments: Any) -> None:
+        """Count what a call is to get, before it can copy that. Raises: UnpicklingError"""
+        self._left -= len(arguments) + sum(len(each) for each in arguments if isinstance(each, _SIZED))
+        if self._left < 0:
+            raise pickle.UnpicklingError("it passes calls the same arguments again and again")
+
+    def _load_build(self) -> None:
+        state = self.stack.pop()
+        if not self.build(self.stack[-1], state):
+            raise pickle.UnpicklingError(f"it changes {str(self.stack[-1])[:100]}, which it has not made")
+
+    def _load_bytearray(self) -> None:
+        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))  # of the bytes that are there
+
+    def _instantiate(self, kind: Any, arguments: Any) -> None:
+        self.count(arguments)
+        self.append(kind(*arguments))
+
+    dispatch = _LOAD | {
+        pickle.BUILD[0]: _load_build,
+        pickle.BYTEARRAY8[0]: _load_bytearray,
+        pickle.REDUCE[0]: _arguments_counted(pickle.REDUCE, 1),
+        pickle.NEWOBJ[0]: _arguments_counted(pickle.NEWOBJ, 1),
+        pickle.NEWOBJ_EX[0]: _arguments_counted(pickle.NEWOBJ_EX, 2),
+        pickle.SETITEM[0]: _keys_checked(pickle.SETITEM, slice(-2, -1)),
+        pickle.SETITEMS[0]: _keys_checked(pickle.SETITEMS, slice(None, None, 2)),
+        pickle.DICT[0]: _keys_checked(pickle.DICT, slice(None, None, 2)),
+        pickle.FROZENSET[0]: _keys_checked(pickle.FROZENSET, slice(None)),
+        pickle.ADDITEMS[0]: _keys_checked(pickle.ADDITEMS, slice(None)),
+    }
+
+
+def check_keys(keys: Iterable[Any]) -> None:
+    """Bound what it costs to hash ``keys`` and to compare them. Raises: UnpicklingError"""
+    for key in keys:
+        if type(key) is str:
+            continue
+        todo, parts = [key], 0
+        while todo:
+            each = todo.pop()
+            parts += 1
+            if parts > MAX_KEY_PARTS or (type(each) is int and each.bit_length() > 8 * _LONG_KEY_NBYTES):
+                raise pickle.UnpicklingError(
+                    "it has a dict's key or a set's member of more than 100 parts, or a number of more than 8 bytes"
+                )
+            if isinstance(each, (tuple, frozenset)):
+                todo.extend(list(each)[: MAX_KEY_PARTS + 1])
+
+
+# The containers that a pickle may call: their keys cost no more than those that an opcode puts in.
+
+
+def checked_set(items: Any = ()) -> set[Any]:
+    return set(_checked(items))
+
+
+def checked_frozenset(items: Any = ()) -> frozenset[Any]:
+    return frozenset(_checked(items))
+
+
+def checked_dict(items: Any = ()) -> dict[Any, Any]:
+    pairs = list(items.items() if isinstance(items, dict) else items)
+    check_keys(key for key, _ in pairs)
+    return dict(pairs)
+
+
+def checked_ordered_dict(items: Any = ()) -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict(checked_dict(items))
+
+
+def _checked(items: Any) -> list[Any]:
+    keys = list(items)
+    check_keys(keys)
+    return keys
+
+
+def check_made(root: Any, max_parts: int) -> None:
+    """Bound the cost of a walk through nested dicts, lists and tuples, which meets shared ones as often as they occur.
+
+    Raises: UnpicklingError if that is more than ``max_parts`` objects, deeper than MAX_DEPTH, or endless
+    """
+    known: dict[int, tuple[int, int]] = {}
+    under_way: set[int] = set()
+
+    def measure(node: Any, depth: int) -> tuple[int, int]:
+        """Parts and height."""
+        if not isinstance(node, (dict, list, tuple, set, frozenset)):
+            return 1, 0
+        if id(node) in under_way:
+            raise pickle.UnpicklingError("it has a container that contains itself")
+        if id(node) not in known:
+            under_way.add(id(node))
+            parts, height = 1 + (len(node) if isinstance(node, dict) else 0), 1
+            for each in (node.values() if isinstance(node, dict) else node) if depth <= MAX_DEPTH else ():
+                below = measure(each, depth + 1)
+                parts, height = parts + below[0], max(height, below[1] + 1)
+            under_way.discard(id(node))
+            known[id(node)] = parts, height
+        parts, height = known[id(node)]
+        if depth + height > MAX_DEPTH:
+            raise pickle.UnpicklingError(f"its containers are nested more than {MAX_DEPTH} deep")
+        if parts > max_parts:
+            raise pickle.UnpicklingError(f"it describes more than {max_parts} objects in containers that are shared again and again")
+        return parts, height
+
+    measure(root, 0)
+
+
+# --- files of torch.save ----------------------------------------------------------------------------------------------------------
+
 
 STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -160,7 +340,7 @@ class _Unpickler(BoundedUnpickler):
     def build(self, made: Any, state: Any) -> bool:
         if isinstance(made, Inert):
             made.state = state
-        return isinstance(made, (Inert, OrderedDict))  # nobody needs a state dict's attributes
+        return isinstance(made, (Inert, collections.OrderedDict))  # nobody needs a state dict's attributes
 
     def persistent_load(self, pid: Any) -> Any:
         match pid:

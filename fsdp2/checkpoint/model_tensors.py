@@ -88,7 +88,7 @@ class ModelTensor:
             ):
                 return f"is sharded in a way that its placements {tensor.placements} do not describe; redistribute it"
             tensor = torch_dtensors.local_tensor(tensor)
-        if tensor.layout is not torch.strided or _has_inner_tensors(tensor):
+        if tensor.layout is not torch.strided or torch_tensors.is_traceable_wrapper_subclass(tensor):
             return f"is not a dense tensor but a {type(tensor).__name__} with {tensor.layout}"
         return None
 
@@ -112,10 +112,6 @@ def cuts_of(tensor: DTensor, coordinate: Sequence[int]) -> list[Cut]:
 def is_strided(placement: Placement) -> bool:
     """Whether later mesh axes cut its dim earlier."""
     return hasattr(placement, "split_factor")
-
-
-def _has_inner_tensors(tensor: Any) -> bool:
-    return torch_tensors.is_traceable_wrapper_subclass(tensor)
 
 
 def _has_own_order(tensor: DTensor) -> bool:
@@ -186,13 +182,11 @@ def give_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit], device: 
     """
     unit_of = {id(param.sharded): unit for unit in units for group in unit.groups for param in group.params}
     offloaded = {id(param.sharded) for unit in units for group in unit.groups if group.options.offload for param in group.params}
-    by_unit: dict[int, list[ModelTensor]] = {}
+    by_unit: dict[Unit | None, list[ModelTensor]] = {}
     for each in tensors:
         if each.is_meta:
-            unit = unit_of.get(id(each.tensor))
-            by_unit.setdefault(id(unit), []).append(each)
-    for together in by_unit.values():
-        unit = unit_of.get(id(together[0].tensor))
+            by_unit.setdefault(unit_of.get(id(each.tensor)), []).append(each)
+    for unit, together in by_unit.items():
         for each in together:
             if id(each.tensor) in offloaded:
                 place = torch.device("cpu")

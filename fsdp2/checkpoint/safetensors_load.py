@@ -215,66 +215,49 @@ def load_opened(
     opened: opens ``checkpoint``; returns its path, its tensors by key, and the bytes of headers that were read
     """
     meshes = meshes_of(model)
+    units: list[Unit] = []
+    tensors: list[ModelTensor] = []
+    on_meta: list[ModelTensor] = []
+    aside: list[tuple[ModelTensor, Tensor]] = []  # values in host memory, where the model has some already
 
-    def look() -> _Look:
-        units = reshard(model)
-        tensors = model_tensors(model)
-        return _Look(units, tensors, [each for each in tensors if each.is_meta], _device(units, options.device))
-
-    def read() -> tuple[LoadReport, list[tuple[ModelTensor, Tensor]]]:
+    def read() -> LoadReport:
+        units.extend(reshard(model))
+        tensors.extend(model_tensors(model))
+        on_meta.extend(each for each in tensors if each.is_meta)
+        device = _device(units, options.device)
         path, stored, header_bytes = opened()
-        shapes = {name: tuple(each.tensor.shape) for each in at.tensors for name in each.names}
+        shapes = {name: tuple(each.tensor.shape) for each in tensors for name in each.names}
         report = LoadReport(header_bytes=header_bytes)
-        matched = _match(at.tensors, apply_key_map(stored, shapes, options.key_map), scales_of(stored), report)
+        matched = _match(tensors, apply_key_map(stored, shapes, options.key_map), scales_of(stored), report)
         _refuse(report, path, options)
-        new = {id(each) for each in at.on_meta}
-        give_storage([each for each, _ in matched], at.units, at.device)
-        targets = [(each, lazy, _target(each, options.in_place or id(each) in new)) for each, lazy in matched]
-        bytes_read = _read(targets, options.progress)
-        return replace(report, bytes_read=bytes_read), [
-            (each, to) for each, _, to in targets if not options.in_place and id(each) not in new
+        in_place = {id(each) for each in (tensors if options.in_place else on_meta)}
+        give_storage([each for each, _ in matched], units, device)
+        targets = [
+            (each, lazy, each.local if id(each) in in_place else torch.empty_like(each.local, device="cpu")) for each, lazy in matched
         ]
+        bytes_read = _read(targets, options.progress)
+        aside.extend((each, values) for each, _, values in targets if id(each) not in in_place)
+        return replace(report, bytes_read=bytes_read)
 
     def hand_out() -> LoadReport:
         with torch.inference_mode(False), torch.no_grad():
             for each, values in aside:
                 each.local.copy_(values)
-        return _with_the_rest(model, at, report, options)
+        return _with_the_rest(model, tensors, _device(units, options.device), result[0], options)
 
     what = f"cannot load {checkpoint}"
     with torch.inference_mode(False), torch.no_grad():
-        looked, problem = tried(what, look)
-        result: list[tuple[LoadReport, list[tuple[ModelTensor, Tensor]]]] = []
-        if looked:
-            at = looked[0]
-            result, problem = tried(what, read)
+        result, problem = tried(what, read)
         try:
             agree_on_meshes(meshes, problem)
         except FSDPError:
-            if looked:
-                take_storage(at.on_meta, at.units)
+            take_storage(on_meta, units)
             raise
-    report, aside = result[0]
-    if not aside and not any(still_on_meta(at.tensors)):
-        return report
+    if not aside and not any(still_on_meta(tensors)):
+        return result[0]
     done, problem = tried(f"{what}, or give the rest of the model values", hand_out)
     agree_on_meshes(meshes, problem)
     return done[0]
-
-
-@dataclass(frozen=True)
-class _Look:
-    """The model's units and tensors; ``device`` is the device of tensors that are not sharded."""
-
-    units: list[Unit]
-    tensors: list[ModelTensor]
-    on_meta: list[ModelTensor]
-    device: torch.device
-
-
-def _target(each: ModelTensor, in_place: bool) -> Tensor:
-    """The tensor into which this rank's shard is read: the shard itself, or host memory."""
-    return each.local if in_place else torch.empty_like(each.local, device="cpu")
 
 
 def _match(
@@ -357,17 +340,19 @@ def _read(targets: Sequence[tuple[ModelTensor, LazyTensor, Tensor]], progress: b
         return reader.bytes_read
 
 
-def _with_the_rest(model: nn.Module, at: _Look, report: LoadReport, options: LoadOptions) -> LoadReport:
+def _with_the_rest(
+    model: nn.Module, tensors: Sequence[ModelTensor], device: torch.device, report: LoadReport, options: LoadOptions
+) -> LoadReport:
     """Let ``init_fn`` initialize tensors that are not in the checkpoint."""
-    todo = list(still_on_meta(at.tensors))
+    todo = list(still_on_meta(tensors))
     if not todo:
         return report
     try:
-        materialize(model, options.init_fn or _reset_if_it_can, device=at.device)
+        materialize(model, options.init_fn or _reset_if_it_can, device=device)
     except MaterializationError:
         if options.strict:
             raise
-    left = set(still_on_meta(at.tensors))
+    left = set(still_on_meta(tensors))
     initialized = [name for name in todo if name not in left]
     return replace(report, initialized=initialized, uninitialized=[name for name in todo if name in left])
 
@@ -396,12 +381,8 @@ def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Stored, str]:
         near = [each for each in (*scales.get(name, ()), *scales.get(name.rpartition(".")[0], ())) if each != name]
         if near:
             scale = next((each for each in near if each.startswith(name)), near[0])
-            found |= {part: scale for part in lazy.stored() if is_float8(DTYPES.get(part.dtype))}
+            found |= {part: scale for part in lazy.stored() if part.dtype in DTYPES and part.dtype.startswith("F8_")}
     return found
-
-
-def is_float8(dtype: torch.dtype | None) -> bool:
-    return dtype is not None and dtype.is_floating_point and dtype.itemsize == 1
 
 
 def scale_lost(lazy: LazyTensor, dtype: torch.dtype, scales: Mapping[Stored, str]) -> str | None:

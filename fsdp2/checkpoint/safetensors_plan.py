@@ -34,8 +34,11 @@ class PlannedTensor:
 
     lazy: LazyTensor
     key: str
-    shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.lazy.shape
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +119,7 @@ def plan_files(
             expected=", ".join(str(each).removeprefix("torch.") for each in NAMES),
             fix="convert them; nothing was written",
         )
-    planned = (PlannedTensor(lazy, key, lazy.shape, converted(lazy, dtype)) for key, lazy in tensors.items())
+    planned = (PlannedTensor(lazy, key, converted(lazy, dtype)) for key, lazy in tensors.items())
     return in_files(planned, max_shard_nbytes, writers)
 
 
@@ -127,19 +130,6 @@ def in_files(tensors: Iterable[PlannedTensor], max_nbytes: int, writers: Sequenc
         header = build_header(((tensor.key, tensor.dtype, tensor.shape) for tensor in content), {"format": "pt"})
         files.append(PlannedFile(tuple(content), header, writers[index % len(writers)]))
     return files
-
-
-def weight_map(files: Sequence[PlannedFile], names: Sequence[str]) -> dict[str, str]:
-    """The content of an index: the file of each key."""
-    return {tensor.key: name for file, name in zip(files, names, strict=True) for tensor in file.tensors}
-
-
-def index_metadata(files: Iterable[PlannedFile]) -> dict[str, int]:
-    tensors = [tensor for file in files for tensor in file.tensors]
-    return {
-        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
-        "total_size": sum(tensor.nbytes for tensor in tensors),
-    }
 
 
 def fill(tensors: Iterable[PlannedTensor], max_nbytes: int) -> list[list[PlannedTensor]]:

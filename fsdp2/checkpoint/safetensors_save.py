@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import os
 import tempfile
 import uuid
@@ -43,10 +42,8 @@ from .safetensors_plan import (
     PlannedFile,
     check_dtype,
     fingerprint,
-    index_metadata,
     nbytes_of,
     plan_files,
-    weight_map,
     writers_of,
     written_tensors,
 )
@@ -205,7 +202,7 @@ def _commit(folder: Path, names: Names, files: list[PlannedFile], configs: dict[
         new_files[-1].finish()
     aside = take_away([folder / name for name in changed], names)
     try:
-        commit(folder, names, [file.nbytes for file in files], weight_map(files, names.final), index_metadata(files))
+        commit(folder, names, files)
     except Exception:
         put_back(aside)
         raise
@@ -293,7 +290,8 @@ def _write(
     writers = sorted({file.writer for file in files})
     band_nbytes = BUFFER_NBYTES // len(writers)
     global_rank = {each: each if group is None else dist.get_global_rank(group, each) for each in writers}
-    bands = {global_rank[each]: _bands_of(each, files, band_nbytes) for each in writers}
+    files_of = {each: [file for file in files if file.writer == each] for each in writers}
+    bands = {global_rank[each]: (band for file in files_of[each] for band in file.bands(band_nbytes)) for each in writers}
     mine = sum(tensor.nbytes for file in files if file.writer == me for tensor in file.tensors)
     with contextlib.ExitStack() as stack:
 
@@ -312,10 +310,6 @@ def _write(
         BandStream(group, ready, band_nbytes, what=what).run(bands, receive, problem)
         if begun:
             begun[0][0].finish()
-
-
-def _bands_of(writer: int, files: list[PlannedFile], max_nbytes: int) -> Iterator[Band]:
-    return (band for file in files if file.writer == writer for band in file.bands(max_nbytes))
 
 
 class _Writer:
@@ -338,7 +332,7 @@ class _Writer:
             file, path = self._todo.pop(0)
             self.finish()
             self._new_files.append(NewFile(path, file.header))
-            self._left = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in file.tensors)
+            self._left = sum(tensor.nbytes for tensor in file.tensors)
 
     def finish(self) -> None:
         """Have the last file on the disk."""

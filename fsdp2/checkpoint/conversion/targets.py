@@ -31,7 +31,7 @@ from ..dcp_write import DigestingWriter, shard_item
 from ..file_reading import ByteReader, bytes_of
 from ..folder_commit import NewFile, choose_names, commit, make_folder
 from ..lazy_tensors import LazyTensor, State, converted, dtype_of
-from ..safetensors_plan import PlannedFile, PlannedTensor, in_files, index_metadata, weight_map
+from ..safetensors_plan import PlannedFile, PlannedTensor, in_files
 from ..shard_geometry import Box, split
 from ..torch_file import StoredAs, TensorPickler
 from ..training_state import map_values
@@ -75,13 +75,13 @@ def write_safetensors(folder: Path, model: State, stream: Stream, max_shard_nbyt
     planned: dict[Any, PlannedTensor] = {}
     for key, lazy in model.items():
         if isinstance(lazy, LazyTensor):
-            planned.setdefault(lazy, PlannedTensor(lazy, key, lazy.shape, converted(lazy, stream.dtype)))
+            planned.setdefault(lazy, PlannedTensor(lazy, key, converted(lazy, stream.dtype)))
     files = in_files(planned.values(), max_shard_nbytes, [0])
     make_folder(folder)
     names = choose_names(folder, len(files), "0" * 8)
     for index, file in enumerate(files):
         _write(NewFile(names.temporary(folder, index), file.header), file, stream)
-    commit(folder, names, [file.nbytes for file in files], weight_map(files, names.final), index_metadata(files))
+    commit(folder, names, files)
 
 
 def _write(new: NewFile, file: PlannedFile, stream: Stream) -> None:

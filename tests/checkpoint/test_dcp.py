@@ -33,7 +33,9 @@ from torch.optim import Optimizer
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.checkpoint.checkpointer import borrow_group, give_back
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import trained, whole
 from harness.models import MLP, batches, mlp, token_batches, transformer
+from harness.sharding import shard_blocks
 from harness.training import adamw, assert_same_bits, fed_own_chunk, sgd
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -42,25 +44,18 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def sharded(model: nn.Module, shard: Callable[..., Any] = fully_shard, **options: Any) -> nn.Module:
-    options.setdefault("mesh", cpu_mesh())
-    for block in model.blocks:
-        shard(block, **options)
-    return shard(model, **options)
+    return shard_blocks(model, fully_shard=shard, **options)  # type: ignore[no-any-return]
 
 
-def trained(model: nn.Module, make_optimizer: Any = adamw) -> Optimizer:
-    optimizer: Optimizer = make_optimizer(model.parameters())
-    fed_own_chunk(model, batches(2), optimizer=optimizer)
-    return optimizer
+def both(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, **options), strict=True))
 
 
-def whole(value: Any) -> Any:
-    """Every DTensor gathered. Collective: yes."""
-    if isinstance(value, dict):
-        return {key: whole(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [whole(each) for each in value]
-    return value.full_tensor() if isinstance(value, DTensor) else copy.deepcopy(value)
+def loaded(model: nn.Module, optimizer: Optimizer, folder: Path, process_group: Any = None) -> None:
+    """DCP's files in ``folder`` into both."""
+    state = both(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, process_group=process_group)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def assert_same(actual: Any, expected: Any, where: str = "state") -> None:
@@ -114,9 +109,8 @@ def test_get_gives_what_it_gives_for_torch_fsdp2(options: StateDictOptions | Non
     optimizers = trained(ours), adamw(theirs.parameters())
     set_optimizer_state_dict(theirs, optimizers[1], get_optimizer_state_dict(ours, optimizers[0]))
     set_model_state_dict(theirs, get_model_state_dict(ours))
-    mine = get_state_dict(ours, optimizers[0], options=options)
-    expected = get_state_dict(theirs, optimizers[1], options=options)
-    for actual, wanted in zip(mine, expected, strict=True):
+    mine, expected = both(ours, optimizers[0], options=options), both(theirs, optimizers[1], options=options)
+    for actual, wanted in zip(mine.values(), expected.values(), strict=True):
         assert {name: type(value) for name, value in actual.items()} == {name: type(value) for name, value in wanted.items()}
         assert_same(whole(actual), whole(wanted))
 
@@ -128,13 +122,13 @@ def test_full_state_from_rank_0_goes_into_another_sharding(make_optimizer: Any) 
     optimizer = trained(model, make_optimizer)
     state, optimizer_state = get_state_dict(model, optimizer, options=FULL_ON_CPU)
     assert bool(state) is (dist.get_rank() == 0)
-    expected = whole(list(get_state_dict(model, optimizer)))
+    expected = whole(both(model, optimizer))
     other = fully_shard(mlp(seed=4), mesh=cpu_mesh(), shard_placement_fn=lambda param: Shard(param.ndim - 1))
-    loaded = make_optimizer(other.parameters())
+    optimizer = make_optimizer(other.parameters())
     # Not set_state_dict: given {} it skips the model, on these ranks alone, and hangs (torch 2.13, with its own FSDP2 as well).
     set_model_state_dict(other, state, options=FROM_RANK_0)
-    set_optimizer_state_dict(other, loaded, optimizer_state, options=FROM_RANK_0)
-    assert_same(whole(list(get_state_dict(other, loaded))), expected)
+    set_optimizer_state_dict(other, optimizer, optimizer_state, options=FROM_RANK_0)
+    assert_same(whole(both(other, optimizer)), expected)
 
 
 @on_ranks(2)
@@ -288,17 +282,15 @@ def built(kind: str, seed: int) -> tuple[bool, nn.Module, Optimizer, Any]:
 def from_one_into_the_other(source: str, target: str, folder: Path) -> None:
     here, model, optimizer, process_group = built(source, seed=0)
     if here:
-        names = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(names, checkpoint_id=folder, process_group=process_group)
-        expected = whole(names)
+        state = both(model, optimizer)
+        dcp.save(state, checkpoint_id=folder, process_group=process_group)
+        expected = whole(state)
         logits = model(batches(1)[0]).detach()
     dist.barrier()
     here, model, optimizer, process_group = built(target, seed=1)
     if here:
-        names = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(names, checkpoint_id=folder, process_group=process_group)
-        set_state_dict(model, optimizer, model_state_dict=names["model"], optim_state_dict=names["optimizer"])
-        found = whole(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)))
+        loaded(model, optimizer, folder, process_group)
+        found = whole(both(model, optimizer))
         if dist.get_rank() == 0:
             assert_same(found, expected)
         again = model(batches(1)[0]).detach()
@@ -352,13 +344,10 @@ def test_file_of_one_rank_holds_its_shards_and_no_more(tmp_path: Path) -> None:
 def test_resume_through_dcp_is_bit_exact(tmp_path: Path) -> None:
     model = sharded(mlp())
     optimizer = trained(model)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(state, checkpoint_id=tmp_path)
+    dcp.save(both(model, optimizer), checkpoint_id=tmp_path)
     expected = fed_own_chunk(model, batches(2, seed=8), optimizer=optimizer)
 
     model = sharded(mlp(seed=1))
     optimizer = adamw(model.parameters())
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loaded(model, optimizer, tmp_path)
     assert_same_bits(fed_own_chunk(model, batches(2, seed=8), optimizer=optimizer), expected)

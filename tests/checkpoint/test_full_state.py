@@ -19,24 +19,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import Shard
-from torch.optim import Optimizer
 
 import fsdp2.checkpoint.full_state as full_state
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import CheckpointError, full_optimizer_state_dict, full_state_dict, save_full_state
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import trained
 from harness.memory import PeakBytes, covered_bytes
 from harness.models import MLP, batches, mlp, token_batches, transformer
 from harness.sharding import shard_blocks
 from harness.training import adamw, assert_equal_training, fed_own_chunk, fed_whole, sgd
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def trained(model: nn.Module, make_optimizer: Any = adamw, inputs: list[Tensor] | None = None) -> Optimizer:
-    optimizer: Optimizer = make_optimizer(model.parameters())
-    fed_own_chunk(model, inputs or batches(2), optimizer=optimizer)
-    return optimizer
 
 
 def assert_same_state(actual: Any, expected: Any, where: str = "state") -> None:
@@ -63,20 +57,29 @@ def assert_same_state(actual: Any, expected: Any, where: str = "state") -> None:
 # --- the model --------------------------------------------------------------------------------------------------------------------
 
 
+def unsharded_after_a_forward(model: nn.Module) -> nn.Module:
+    shard_blocks(model)(batches(1)[0])  # the root stays unsharded
+    return model
+
+
+HOW = {
+    "rows": lambda model: shard_blocks(model),
+    "columns": lambda model: shard_blocks(model, shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None),
+    "unsharded": unsharded_after_a_forward,
+}
+
+
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("placement", [None, "dim 1"])
-def test_model_state_is_the_unsharded_one_on_rank_0_and_empty_elsewhere(placement: str | None) -> None:
-    reference = mlp()
-    fn = (lambda param: Shard(1) if param.ndim > 1 else None) if placement else None
-    full = full_state_dict(shard_blocks(copy.deepcopy(reference), shard_placement_fn=fn))
-    assert_same_state(full, dict(reference.state_dict()) if dist.get_rank() == 0 else {})
+@pytest.mark.parametrize("how", HOW)
+def test_model_state_is_the_unsharded_one_on_rank_0_and_empty_elsewhere(how: str) -> None:
+    full = full_state_dict(HOW[how](mlp()))
+    assert_same_state(full, dict(mlp().state_dict()) if dist.get_rank() == 0 else {})
 
 
 @on_ranks(4)
 def test_model_state_is_gathered_from_hsdp() -> None:
-    reference = mlp()
-    full = full_state_dict(shard_blocks(copy.deepcopy(reference), mesh=cpu_mesh(2, 2)))
-    assert_same_state(full, dict(reference.state_dict()) if dist.get_rank() == 0 else {})
+    full = full_state_dict(shard_blocks(mlp(), mesh=cpu_mesh(2, 2)))
+    assert_same_state(full, dict(mlp().state_dict()) if dist.get_rank() == 0 else {})
 
 
 @on_ranks(2)
@@ -116,15 +119,6 @@ def test_buffers_frozen_parameters_and_extra_state_are_included() -> None:
         assert full["mask"] is full["same_mask"]
         full["mask"].zero_()
         assert model.mask.sum() == 2, "the copy shares nothing with the model"
-
-
-@on_ranks(2)
-def test_model_state_can_be_taken_while_parameters_are_unsharded() -> None:
-    reference = mlp()
-    model = shard_blocks(copy.deepcopy(reference))
-    model(batches(1)[0])  # the root stays unsharded
-    full = full_state_dict(model)
-    assert_same_state(full, dict(reference.state_dict()) if dist.get_rank() == 0 else {})
 
 
 @on_ranks(2)

@@ -451,19 +451,6 @@ def test_the_save_after_a_crash_gives_the_config_of_the_weights_back(tmp_path, m
     assert away > 1
 
 
-def test_any_error_while_the_config_is_away_gives_it_back(tmp_path, monkeypatch):
-    model = net()
-    model.config = Config(1)
-    saved(model, tmp_path, "several")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    model.config = Config(2)
-    monkeypatch.setattr(commit, "_files_of_index", lambda folder: next(iter(())))  # an error that nobody has foreseen
-    with pytest.raises(CheckpointError, match="StopIteration"):
-        saved(model, tmp_path, "several")
-    monkeypatch.undo()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
 def test_an_error_tells_the_whole_key_whatever_is_in_it(tmp_path):
     """Symptom: ``key`` was "odd" for a buffer "odd: name". Cause: it was read out of the message, up to the first colon."""
     model = net()
@@ -473,30 +460,38 @@ def test_an_error_tells_the_whole_key_whatever_is_in_it(tmp_path):
     assert caught.value.key == "odd: name"
 
 
-def test_a_file_that_the_safetensors_library_refuses_does_not_replace_the_earlier_checkpoint(tmp_path, monkeypatch):
-    saved(net(), tmp_path, "several")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    built = save_plan.build_header
-    monkeypatch.setattr(save_plan, "build_header", lambda *arguments: built(*arguments).replace(b'"F32"', b'"F64"'))
-    with pytest.raises(CheckpointError, match="the safetensors library refuses"):
-        saved(net(), tmp_path, "several")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+def without_the_index(path, to, replace=os.replace):
+    if Path(to).name == INDEX:
+        raise OSError(5, "Input/output error")
+    replace(path, to)
 
 
-def test_an_error_leaves_the_earlier_weights_and_their_config(tmp_path, monkeypatch):
+def of_a_wrong_dtype(*arguments, build_header=save_plan.build_header):
+    return build_header(*arguments).replace(b'"F32"', b'"F64"')
+
+
+ERRORS = {
+    "an unforeseen one while the config is away": (
+        commit,
+        "_files_of_index",
+        lambda folder: next(iter(())),
+        "StopIteration",
+    ),
+    "a file that the safetensors library refuses": (save_plan, "build_header", of_a_wrong_dtype, "the safetensors library refuses"),
+    "the index cannot be renamed": (commit.os, "replace", without_the_index, "Input/output error"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_leaves_the_earlier_weights_and_their_config(tmp_path, monkeypatch, case):
+    owner, name, failing, text = ERRORS[case]
     model = net()
     model.config = Config(1)
     saved(model, tmp_path, "several")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = contents(tmp_path)
     model.config = Config(2)
-    real = os.replace
-
-    def replace(path, to):
-        if Path(to).name == INDEX:
-            raise OSError(5, "Input/output error")
-        real(path, to)
-
-    monkeypatch.setattr(commit.os, "replace", replace)
-    with pytest.raises(CheckpointError, match="Input/output error"):
+    monkeypatch.setattr(owner, name, failing)
+    with pytest.raises(CheckpointError, match=text):
         saved(model, tmp_path, "several")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    monkeypatch.undo()
+    assert contents(tmp_path) == before

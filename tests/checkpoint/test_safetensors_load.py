@@ -18,38 +18,11 @@ from fsdp2 import CPUOffloadPolicy, MaterializationError, fully_shard
 from fsdp2.checkpoint import CheckpointError, Concat, LoadReport, Split, load_safetensors
 from fsdp2.checkpoint.safetensors_load import Mismatch
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import Odd, whole
 from harness.memory import PeakBytes
 from harness.models import mlp, transformer
 from harness.sharding import shard_blocks
-
-
-class Odd(nn.Module):
-    """What is rare: no dims, a single row, channels-last, other dtypes, a frozen one, ties, buffers of all kinds."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.zero_dim = nn.Parameter(torch.randn(()))
-        self.one_row = nn.Parameter(torch.randn(1, 3))
-        self.image = nn.Parameter(torch.randn(5, 3, 2, 2).to(memory_format=torch.channels_last))
-        self.wide = nn.Parameter(torch.randn(2, 3, 7))
-        self.small = nn.Parameter(torch.randn(7, 2).bfloat16())
-        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
-        self.no_rows = nn.Parameter(torch.randn(0, 4))
-        self.norm = nn.BatchNorm1d(3)
-        self.one = nn.Linear(4, 6)
-        self.two = nn.Linear(4, 6, bias=False)
-        self.two.weight = self.one.weight
-        self.register_buffer("steps", torch.randint(100, (3,)))
-        self.register_buffer("cache", torch.full((4,), 7.0), persistent=False)
-
-    def reset_parameters(self):
-        nn.init.zeros_(self.frozen)
-        self.cache.fill_(7.0)
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+from harness.training import assert_same_tensors
 
 
 def stored(model, folder, but=()):
@@ -72,12 +45,7 @@ def other_and_stored(start, folder, make=mlp):
 
 
 def assert_equal_models(model, reference):
-    ours, theirs = model.state_dict(), reference.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        actual = whole(ours[name])
-        assert actual.dtype is value.dtype
-        assert torch.equal(actual, value), name
+    assert_same_tensors(whole(dict(model.state_dict())), reference.state_dict(), "value")
 
 
 def share(model):
@@ -123,9 +91,10 @@ def test_odd_tensors(tmp_path, start, dim):
 
 @on_ranks(4)
 @pytest.mark.parametrize("start", ["meta", "cpu"])
-def test_hsdp_reads_a_share_on_each_replica(tmp_path, start):
+@pytest.mark.parametrize("how", ["hsdp", "cpu offload"])
+def test_each_replica_and_each_host_reads_a_share(tmp_path, start, how):
     model, reference, folder = other_and_stored(start, tmp_path)
-    shard_blocks(model, mesh=cpu_mesh(2, 2))
+    shard_blocks(model, **({"mesh": cpu_mesh(2, 2)} if how == "hsdp" else {"offload_policy": CPUOffloadPolicy()}))
     report = load_safetensors(model, folder)
     assert_equal_models(model, reference)
     assert report.bytes_read == share(model)
@@ -187,15 +156,6 @@ def test_models_that_fsdp2_does_not_manage(tmp_path):
 
 @on_ranks(2)
 @pytest.mark.parametrize("start", ["meta", "cpu"])
-def test_cpu_offload(tmp_path, start):
-    model, reference, folder = other_and_stored(start, tmp_path)
-    shard_blocks(model, offload_policy=CPUOffloadPolicy())
-    load_safetensors(model, folder)
-    assert_equal_models(model, reference)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("start", ["meta", "cpu"])
 def test_dtypes_are_converted_on_the_way(tmp_path, start):
     """As Tensor.to does; into another dtype each, in both directions."""
     reference = mlp(seed=1)
@@ -232,9 +192,8 @@ def test_fused_weights_are_read_by_the_ranks_that_keep_them(tmp_path):
 @on_ranks(2)
 def test_a_step_follows_and_a_loaded_model_forgets_what_was_unsharded(tmp_path):
     """The root stays unsharded after its forward; what it had gathered is not what is loaded."""
-    reference = mlp(seed=1)
-    folder = stored(reference, tmp_path)
-    model = shard_blocks(mlp(seed=2))
+    model, reference, folder = other_and_stored("cpu", tmp_path)
+    shard_blocks(model)
     x = torch.randn(4, 7)
     model(x)
     load_safetensors(model, folder)
@@ -247,10 +206,7 @@ def test_a_step_follows_and_a_loaded_model_forgets_what_was_unsharded(tmp_path):
 @on_ranks(2)
 def test_names_are_those_without_wrappers(tmp_path):
     """Activation checkpointing and the compiler put modules around modules."""
-    reference = mlp(seed=1)
-    folder = stored(reference, tmp_path)
-    with torch.device("meta"):
-        model = mlp()
+    model, reference, folder = other_and_stored("meta", tmp_path)
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     model.blocks[1].up = torch.compile(model.blocks[1].up, backend="eager")
     shard_blocks(model)
@@ -290,10 +246,7 @@ def test_tied_parameters_come_under_any_of_their_names(tmp_path, name):
 
 @on_ranks(2)
 def test_a_parameter_with_a_weak_reference_is_replaced(tmp_path):
-    reference = mlp(seed=1)
-    folder = stored(reference, tmp_path)
-    with torch.device("meta"):
-        model = mlp()
+    model, reference, folder = other_and_stored("meta", tmp_path)
     shard_blocks(model)
     kept = weakref.ref(model.first.weight)
     load_safetensors(model, folder)

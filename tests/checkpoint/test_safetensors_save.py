@@ -21,9 +21,11 @@ from fsdp2 import ArgumentError, CPUOffloadPolicy, MaterializationError, fully_s
 from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
 from fsdp2.checkpoint.safetensors_plan import nbytes_of, writers_of
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import Odd
 from harness.memory import PeakBytes
 from harness.models import mlp, transformer
 from harness.sharding import shard_blocks
+from harness.training import assert_same_tensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -41,13 +43,6 @@ def read_all(folder):
     return tensors
 
 
-def assert_same_values(tensors, expected):
-    assert tensors.keys() == expected.keys()
-    for name, value in expected.items():
-        assert tensors[name].dtype is value.dtype
-        assert torch.equal(tensors[name], value), name
-
-
 # --- what is in the files -------------------------------------------------------------------------------------------------------
 
 
@@ -60,7 +55,7 @@ def test_files_hold_the_unsharded_values(tmp_path, max_shard_size, num_writers, 
     with patch.object(save, "BUFFER_NBYTES", buffer_nbytes):
         saved = save_safetensors(model, tmp_path / "new" / "folder", max_shard_size, num_writers=num_writers)
     expected = mlp().state_dict()
-    assert_same_values(read_all(saved.folder), expected)
+    assert_same_tensors(read_all(saved.folder), expected, "value")
     names = {*saved.files, *([INDEX] if max_shard_size == 1000 else [])}
     assert {path.name for path in saved.folder.iterdir()} == names
     assert saved.nbytes == sum(value.nbytes for value in expected.values())
@@ -78,24 +73,6 @@ def test_files_hold_the_unsharded_values(tmp_path, max_shard_size, num_writers, 
         assert len(saved.files) > 3
 
 
-class Odd(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.zero_dim = nn.Parameter(torch.randn(()))
-        self.one_row = nn.Parameter(torch.randn(1, 3))
-        self.image = nn.Parameter(torch.randn(5, 3, 2, 2).to(memory_format=torch.channels_last))
-        self.wide = nn.Parameter(torch.randn(2, 3, 7))
-        self.small = nn.Parameter(torch.randn(7).bfloat16())
-        self.no_rows = nn.Parameter(torch.randn(0, 4))
-        self.norm = nn.BatchNorm1d(3)
-        self.one = nn.Linear(4, 6)
-        self.two = nn.Linear(4, 6, bias=False)
-        self.two.weight = self.one.weight
-        self.register_buffer("flags", torch.tensor([True, False, True]))
-        self.register_buffer("cache", torch.zeros(4), persistent=False)
-
-
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("buffer_nbytes", [64 << 20, 16], ids=["whole", "bands"])
@@ -107,7 +84,7 @@ def test_odd_tensors(tmp_path, dim, buffer_nbytes):
         saved = save_safetensors(model, tmp_path)
     expected = Odd().state_dict()
     del expected["two.weight"]
-    assert_same_values(read_all(tmp_path), expected)
+    assert_same_tensors(read_all(tmp_path), expected, "value")
     text = (tmp_path / saved.files[0]).read_bytes()
     header = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])
     assert all(expected[key].itemsize * (entry["data_offsets"][0] // expected[key].itemsize) == entry["data_offsets"][0]
@@ -130,7 +107,7 @@ def test_meshes_of_several_axes(tmp_path, hidden, num_writers, shape):
     fully_shard(model, mesh=mesh[names[:-1]] if len(shape) == 3 else mesh["dp"])
     with patch.object(save, "BUFFER_NBYTES", 200):
         save_safetensors(model, tmp_path, 150, num_writers=num_writers)
-    assert_same_values(read_all(tmp_path), make().state_dict())
+    assert_same_tensors(read_all(tmp_path), make().state_dict(), "value")
 
 
 @on_ranks(4)
@@ -146,7 +123,7 @@ def test_hsdp_offload_upstream_and_unsharded_models(tmp_path):
             torch.distributed.fsdp.fully_shard(model, mesh=cpu_mesh())
             model(torch.randn(2, 7))  # leaves the root unsharded
         save_safetensors(model, tmp_path / str(index), 1000, num_writers=None)
-        assert_same_values(read_all(tmp_path / str(index)), expected)
+        assert_same_tensors(read_all(tmp_path / str(index)), expected, "value")
 
 
 @on_ranks(2)
@@ -156,7 +133,7 @@ def test_converted_to_another_dtype(tmp_path):
     save_safetensors(model, tmp_path, dtype=torch.bfloat16)
     expected = {key: value.bfloat16() if value.is_floating_point() else value for key, value in Odd().state_dict().items()}
     del expected["two.weight"]
-    assert_same_values(read_all(tmp_path), expected)
+    assert_same_tensors(read_all(tmp_path), expected, "value")
 
 
 @on_ranks(2, 3)
@@ -186,7 +163,7 @@ def test_only_the_ranks_of_a_process_group_save(tmp_path):
     model = mlp(seed=stage)
     shard_blocks(model, mesh=mesh["dp"])
     save_safetensors(model, tmp_path / str(stage), 1000, num_writers=None, process_group=mesh["dp"].get_group())
-    assert_same_values(read_all(tmp_path / str(stage)), mlp(seed=stage).state_dict())
+    assert_same_tensors(read_all(tmp_path / str(stage)), mlp(seed=stage).state_dict(), "value")
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------------------
@@ -209,7 +186,7 @@ def test_memory_is_bounded_whatever_the_size_of_a_parameter(tmp_path, num_writer
     assert memory.peak - before <= 2 * buffer_nbytes + 4096  # and what the ranks agree on
     torch.manual_seed(0)
     expected = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
-    assert_same_values(read_all(tmp_path), expected.state_dict())
+    assert_same_tensors(read_all(tmp_path), expected.state_dict(), "value")
 
 
 # --- arguments, and what cannot be saved ----------------------------------------------------------------------------------------

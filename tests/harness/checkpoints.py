@@ -1,0 +1,58 @@
+"""For tests of checkpoints: a module of all that is rare, values without shards, a trained optimizer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .models import batches
+from .training import adamw, fed_own_chunk
+
+
+class Odd(nn.Module):
+    """No dims, a single row, no rows, channels-last, other dtypes, a frozen parameter, ties, buffers of all kinds."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.zero_dim = nn.Parameter(torch.randn(()))
+        self.one_row = nn.Parameter(torch.randn(1, 3))
+        self.image = nn.Parameter(torch.randn(5, 3, 2, 2).to(memory_format=torch.channels_last))
+        self.wide = nn.Parameter(torch.randn(2, 3, 7))
+        self.small = nn.Parameter(torch.randn(7, 2).bfloat16())
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.no_rows = nn.Parameter(torch.randn(0, 4))
+        self.norm = nn.BatchNorm1d(3)
+        self.one = nn.Linear(4, 6)
+        self.two = nn.Linear(4, 6, bias=False)
+        self.two.weight = self.one.weight
+        self.register_buffer("steps", torch.randint(100, (3,)))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("cache", torch.full((4,), 7.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.frozen)
+        self.cache.fill_(7.0)
+
+
+def whole(value: Any) -> Any:
+    """``value``, in dicts and lists, on the CPU, every DTensor gathered. Collective: yes."""
+    if isinstance(value, dict):
+        return {key: whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [whole(each) for each in value]
+    if isinstance(value, DTensor):
+        return value.detach().full_tensor().cpu()
+    return value.detach().clone().cpu() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def trained(model: nn.Module, make_optimizer: Any = adamw, inputs: list[Tensor] | None = None) -> Optimizer:
+    """The optimizer of two steps."""
+    optimizer: Optimizer = make_optimizer(model.parameters())
+    fed_own_chunk(model, inputs or batches(2), optimizer=optimizer)
+    return optimizer

@@ -26,7 +26,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from safetensors import SafetensorError, safe_open
 from ..durable import sync_folder
 from ..errors import CheckpointError
 from .failures import failure
+from .file_reading import open_regular
 from .safetensors_files import INDEX, INDEX_DIGEST, SINGLE, digest_of, read_index, with_digests
 from .safetensors_plan import PlannedFile
 
@@ -54,42 +55,17 @@ class Names:
     token: str
 
     def temporary(self, folder: Path, index: int) -> Path:
-        return temporary_path(folder, self.final[index], self.token)
+        return _temporary(folder, self.final[index], self.token)
 
 
-def temporary_path(folder: Path, name: str, token: str) -> Path:
+def _temporary(folder: Path, name: str, token: str) -> Path:
     return folder / f".{name}.{token}.tmp"
 
 
-def rename(path: Path, to: Path) -> None:
+def _rename(path: Path, to: Path) -> None:
     """Rename, and replace an earlier file at once. Raises: CheckpointError"""
     with _reported(to):
         os.replace(path, to)
-
-
-def take_away(paths: Iterable[Path], names: Names) -> dict[Path, Path]:
-    """Move away those of ``paths`` that exist; returns where they are now. The next save restores them after a crash.
-
-    Raises: CheckpointError, with all of them where they were
-    """
-    decides = "single" if len(names.final) == 1 else "index"
-    aside: dict[Path, Path] = {}
-    try:
-        for path in paths:
-            if path.exists():
-                to = temporary_path(path.parent, f"{path.name}.earlier-{decides}", names.token)
-                rename(path, to)
-                aside[path] = to
-    except Exception:
-        put_back(aside)
-        raise
-    return aside
-
-
-def put_back(aside: Mapping[Path, Path]) -> None:
-    for path, to in aside.items():
-        with contextlib.suppress(OSError):  # the next save tries again
-            to.replace(path)
 
 
 def _finish_interrupted(folder: Path) -> None:
@@ -99,9 +75,9 @@ def _finish_interrupted(folder: Path) -> None:
         if match is None or (folder / match["name"]).exists():
             continue
         undecided = any(folder.glob(f".model*.{match['token']}.tmp")) or (match["decides"] == "index" and (folder / SINGLE).exists())
-        source = aside if undecided else temporary_path(folder, match["name"], match["token"])
+        source = aside if undecided else _temporary(folder, match["name"], match["token"])
         if source.exists():
-            rename(source, folder / match["name"])
+            _rename(source, folder / match["name"])
 
 
 def choose_names(folder: Path, num_files: int, token: str) -> Names:
@@ -173,11 +149,51 @@ class NewFile:
             self.path.unlink()
 
 
-def commit(folder: Path, names: Names, files: Sequence[PlannedFile]) -> None:
+def commit(folder: Path, names: Names, files: Sequence[PlannedFile], configs: Mapping[str, bytes]) -> None:
     """Make ``files``, complete under their temporary names, the folder's checkpoint, and remove the earlier one's. For one rank.
 
-    Raises: CheckpointError; the earlier checkpoint then is unchanged, unless the message says otherwise
+    configs: files that belong to it, by name
+    Raises:  CheckpointError; the earlier checkpoint then is unchanged, unless the message says otherwise
     """
+    changed = {folder / name: content for name, content in configs.items() if _content(folder / name) != content}
+    written: dict[Path, NewFile] = {}
+    aside: dict[Path, Path] = {}  # the earlier ones; the next save restores them after a crash
+    decides = "single" if len(names.final) == 1 else "index"
+    try:
+        for path, content in changed.items():  # before anything is renamed: the disk may be full
+            written[path] = NewFile(_temporary(folder, path.name, names.token), content)
+            written[path].finish()
+        try:
+            for path in changed:
+                if path.exists():
+                    to = _temporary(folder, f"{path.name}.earlier-{decides}", names.token)
+                    _rename(path, to)
+                    aside[path] = to
+            _commit_weights(folder, names, files)
+        except Exception:
+            for path, to in aside.items():
+                with contextlib.suppress(OSError):  # the next save tries again
+                    to.replace(path)
+            raise
+        for path, file in written.items():
+            _rename(file.path, path)
+    finally:
+        for file in written.values():
+            file.remove()
+    for path in aside.values():
+        with contextlib.suppress(OSError):  # the next save tries again
+            path.unlink()
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def _commit_weights(folder: Path, names: Names, files: Sequence[PlannedFile]) -> None:
     for index, file in enumerate(files):
         path = names.temporary(folder, index)
         found = path.stat().st_size if path.exists() else 0
@@ -210,7 +226,7 @@ def commit(folder: Path, names: Names, files: Sequence[PlannedFile]) -> None:
 
 
 def _commit_several(folder: Path, names: Names, files: Sequence[PlannedFile]) -> None:
-    index = temporary_path(folder, INDEX, names.token)
+    index = _temporary(folder, INDEX, names.token)
     tensors = [tensor for file in files for tensor in file.tensors]
     file_of = {tensor.key: name for file, name in zip(files, names.final, strict=True) for tensor in file.tensors}
     metadata = {

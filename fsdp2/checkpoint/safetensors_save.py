@@ -31,8 +31,8 @@ from ..hangs.joint_calls import joint
 from ..torch_names import torch_modules
 from .checkpoint_folder import LOCK, locked
 from .failures import failure, on_every_rank, tried
-from .file_reading import bytes_of, open_regular
-from .folder_commit import Names, NewFile, choose_names, commit, make_folder, put_back, rename, take_away, temporary_path
+from .file_reading import bytes_of
+from .folder_commit import Names, NewFile, choose_names, commit, make_folder
 from .gather_to_writers import BandStream, Ready
 from .key_map import KeyMap
 from .model_tensors import WRAPPERS, ModelTensor, checked_model, meshes_of, model_tensors, reshard, still_on_meta
@@ -134,7 +134,7 @@ def save_safetensors(
         _, problem = tried(what, lambda: _write(files, names, path, group, _ready(model, group), new_files, progress, what))
         _agree_or_remove(group, problem, new_files)
         if group is None or group.rank() == 0:
-            _, problem = tried(what, lambda: _commit(path, names, files, configs, new_files))
+            _, problem = tried(what, lambda: commit(path, names, files, configs))
             if problem is None:
                 lock.close()  # before other ranks return, who would find its file in the folder
         _agree_or_remove(group, problem, new_files)
@@ -191,34 +191,6 @@ def _agreed_plan(
     chosen = said[0][1]
     assert chosen is not None
     return files, chosen, configs
-
-
-def _commit(folder: Path, names: Names, files: list[PlannedFile], configs: dict[str, bytes], new_files: list[NewFile]) -> None:
-    """Make the written files the folder's checkpoint; on one rank."""
-    different = [name for name, content in configs.items() if _content(folder / name) != content]
-    changed = {name: temporary_path(folder, name, names.token) for name in different}
-    for name, path in changed.items():  # before anything is renamed: the disk may be full
-        new_files.append(NewFile(path, configs[name]))
-        new_files[-1].finish()
-    aside = take_away([folder / name for name in changed], names)
-    try:
-        commit(folder, names, files)
-    except Exception:
-        put_back(aside)
-        raise
-    for name, path in changed.items():
-        rename(path, folder / name)
-    for path in aside.values():
-        with contextlib.suppress(OSError):  # the next save tries again
-            path.unlink()
-
-
-def _content(path: Path) -> bytes | None:
-    try:
-        with open_regular(path) as file:
-            return file.read()
-    except OSError:
-        return None
 
 
 def refuse_meta(tensors: list[ModelTensor]) -> None:

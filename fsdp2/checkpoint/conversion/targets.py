@@ -81,7 +81,7 @@ def write_safetensors(folder: Path, model: State, stream: Stream, max_shard_nbyt
     names = choose_names(folder, len(files), "0" * 8)
     for index, file in enumerate(files):
         _write(NewFile(names.temporary(folder, index), file.header), file, stream)
-    commit(folder, names, files)
+    commit(folder, names, files, {})
 
 
 def _write(new: NewFile, file: PlannedFile, stream: Stream) -> None:

@@ -67,10 +67,7 @@ def read_header(path: Path) -> Header:
 
 def parse_header(path: Path, text: bytes, file_nbytes: int) -> Header:
     """Check the JSON ``text`` of a file that is ``file_nbytes`` long; ``path`` is for messages."""
-    try:
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise failure(f"{path} has a corrupt header: {error}", expected="a JSON object in UTF-8", file=path) from error
+    fields = _parsed(path, text, "has a corrupt header")
     if not isinstance(fields, dict):
         _refuse(path, f"has a header that is a {type(fields).__name__}", "a JSON object")
     metadata = fields.pop("__metadata__", None) or {}
@@ -91,7 +88,7 @@ def parse_header(path: Path, text: bytes, file_nbytes: int) -> Header:
     return Header(entries, metadata, start)
 
 
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For ``json.loads``: an object whose names all differ. Raises: ValueError"""
     fields: dict[str, Any] = {}
     for name, value in pairs:
@@ -301,7 +298,7 @@ def read_index(path: Path) -> dict[str, str]:
     """For each key the name of its file; all are names inside the folder. Raises: CheckpointError"""
     weight_map = _fields(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise _no_weight_map(path)
+        _refuse(path, "has no weight_map of keys to files", '{"weight_map": {"<key>": "<file>"}}')
     outside = {key: name for key, name in weight_map.items() if not is_inside(name)}
     if outside:
         raise failure(
@@ -318,17 +315,14 @@ def read_index(path: Path) -> dict[str, str]:
 def _fields(path: Path) -> dict[str, Any]:
     with readable(path), open_regular(path) as file:
         text = file.read(MAX_HEADER_NBYTES + 1)
+    fields = _parsed(path, text, "is corrupt")
+    return fields if isinstance(fields, dict) else {}
+
+
+def _parsed(path: Path, text: bytes, problem: str) -> Any:
     try:
         if len(text) > MAX_HEADER_NBYTES:
             raise ValueError(f"it has more than {MAX_HEADER_NBYTES} bytes")
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise failure(f"{path} is corrupt: {error}", expected="a JSON object in UTF-8", file=path) from error
-    if not isinstance(fields, dict):
-        raise _no_weight_map(path)
-    return fields
-
-
-def _no_weight_map(path: Path) -> Exception:
-    expected = '{"weight_map": {"<key>": "<file>"}}'
-    return failure(f"{path} has no weight_map of keys to files", expected=expected, file=path)
+        raise failure(f"{path} {problem}: {error}", expected="a JSON object in UTF-8", file=path) from error

@@ -101,12 +101,6 @@ class Window(io.RawIOBase):
         return data
 
 
-@dataclass(frozen=True)
-class _Record:
-    offset: int
-    nbytes: int
-
-
 def _read(path: Path, zipped: zipfile.ZipFile, file: BinaryIO, base: int) -> Any:
     for info in zipped.infolist():
         if info.CRC == 0:  # of torch.serialization.set_crc32_options(False), which zipfile would take for damage
@@ -121,7 +115,7 @@ def _read(path: Path, zipped: zipfile.ZipFile, file: BinaryIO, base: int) -> Any
     byteorder = f"{prefix}byteorder"
     if byteorder in zipped.NameToInfo and zipped.read(byteorder) != b"little":
         raise ValueError("it was written on a big-endian machine")
-    return unpickle(zipped.read(f"{prefix}data.pkl"), _lazily(path, _finder(zipped, prefix, file, base)))
+    return unpickle(zipped.read(f"{prefix}data.pkl"), _Records(path, zipped, prefix, file, base).lazy)
 
 
 def _prefix(zipped: zipfile.ZipFile) -> str:
@@ -151,57 +145,60 @@ def refuse_exchanged(paths: Sequence[Path]) -> None:
         last = stems.index(name)
 
 
-def _finder(zipped: zipfile.ZipFile, prefix: str, file: BinaryIO, base: int) -> Callable[[str], _Record]:
-    known: dict[str, _Record] = {}
-    following = dict(itertools.pairwise(sorted([*(info.header_offset for info in zipped.infolist()), zipped.start_dir])))
+class _Records:
+    """Where the storages of a file lie, which begins at byte ``base`` of ``file``."""
 
-    def find(key: str) -> _Record:
-        if key not in known:
-            info = zipped.getinfo(f"{prefix}data/{key}")
-            file.seek(base + info.header_offset)
-            magic, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-            own_name = file.read(name_nbytes).decode("utf-8" if info.flag_bits & 0x800 else "cp437")
+    def __init__(self, path: Path, zipped: zipfile.ZipFile, prefix: str, file: BinaryIO, base: int) -> None:
+        self._path = path
+        self._zipped = zipped
+        self._prefix = prefix
+        self._file = file
+        self._base = base
+        self._known: dict[str, tuple[int, int]] = {}
+        starts = sorted([*(info.header_offset for info in zipped.infolist()), zipped.start_dir])
+        self._following = dict(itertools.pairwise(starts))
+
+    def _find(self, key: str) -> tuple[int, int]:
+        """The first byte of a storage, and how many there are. Raises: ValueError"""
+        if key not in self._known:
+            info = self._zipped.getinfo(f"{self._prefix}data/{key}")
+            self._file.seek(self._base + info.header_offset)
+            magic, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
+            own_name = self._file.read(name_nbytes).decode("utf-8" if info.flag_bits & 0x800 else "cp437")
             start = info.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
             end = start + info.file_size
-            file.seek(base + end)
+            self._file.seek(self._base + end)
             has_descriptor = info.flag_bits & 0x8
-            ends_there = file.read(4) == b"PK\x07\x08" if has_descriptor else end == following[info.header_offset]
+            ends_there = self._file.read(4) == b"PK\x07\x08" if has_descriptor else end == self._following[info.header_offset]
             if magic != b"PK\x03\x04" or own_name != info.orig_filename or not ends_there:
                 raise ValueError(f"its directory does not lead to {info.orig_filename}")
-            known[key] = _Record(base + start, info.file_size)
-        return known[key]
+            self._known[key] = self._base + start, info.file_size
+        return self._known[key]
 
-    return find
-
-
-def _lazily(path: Path, find: Callable[[str], _Record]) -> Callable[[SavedTensor], LazyTensor]:
-    def lazy(saved: SavedTensor) -> LazyTensor:
-        found = elements(saved)
-        return Signed(found, saved.bits) if saved.bits else found
-
-    def elements(saved: SavedTensor) -> LazyTensor:
+    def lazy(self, saved: SavedTensor) -> LazyTensor:
+        """Raises: CheckpointError, ValueError"""
+        name, itemsize = f"data/{saved.key}", saved.dtype.itemsize
         if saved.dtype not in NAMES:
             raise failure(
-                f"{path} cannot be read: tensor data/{saved.key} {saved.shape} is of {saved.dtype}",
+                f"{self._path} cannot be read: tensor {name} {saved.shape} is of {saved.dtype}",
                 expected=f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in NAMES)}",
                 fix="load it with torch.load(weights_only=True), and save it in one of these",
-                file=path,
+                file=self._path,
             )
-        record = find(saved.key)
+        start, nbytes = self._find(saved.key)
         last = sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride, strict=True))
         span = 0 if 0 in saved.shape else last + 1
-        itemsize = saved.dtype.itemsize
-        if min((*saved.stride, saved.offset, *saved.shape), default=0) < 0 or (saved.offset + span) * itemsize > record.nbytes:
-            raise ValueError(f"tensor data/{saved.key} {saved.dtype} {saved.shape} does not fit its storage of {record.nbytes} bytes")
+        if min((*saved.stride, saved.offset, *saved.shape), default=0) < 0 or (saved.offset + span) * itemsize > nbytes:
+            raise ValueError(f"tensor {name} {saved.dtype} {saved.shape} does not fit its storage of {nbytes} bytes")
         if math.prod(saved.shape) * itemsize > max(_MAX_EXPANDED_NBYTES, _MAX_EXPANSION * span * itemsize):
-            raise ValueError(f"tensor data/{saved.key} {saved.shape} repeats the {span * itemsize} bytes that are stored of it")
-        where = record.offset + saved.offset * itemsize
-        name = f"data/{saved.key}"
+            raise ValueError(f"tensor {name} {saved.shape} repeats the {span * itemsize} bytes that are stored of it")
+        where = start + saved.offset * itemsize
+        found: LazyTensor
         if torch.empty_strided(saved.shape, saved.stride, device="meta").is_contiguous():
-            return stored(path, name, saved.dtype, saved.shape, where)
-        return Strided(stored(path, name, saved.dtype, (span,), where), saved.shape, saved.stride)
-
-    return lazy
+            found = stored(self._path, name, saved.dtype, saved.shape, where)
+        else:
+            found = Strided(stored(self._path, name, saved.dtype, (span,), where), saved.shape, saved.stride)
+        return Signed(found, saved.bits) if saved.bits else found
 
 
 def stored(path: Path, key: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Stored:

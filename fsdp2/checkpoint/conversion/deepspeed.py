@@ -71,7 +71,7 @@ def read_deepspeed(folder: Path) -> Source:
     flats = [list(_dict(each, path, buffers_key)[buffers_key]) for each, path in zip(zero, optim_paths, strict=True)]
     for paths in (optim_paths, model_paths):
         refuse_exchanged(paths)
-    layout = (_Stage3 if stage == 3 else _Stage2)(shapes, zero, folder)
+    layout = (_Stage3 if stage == 3 else _Stage2)(shapes, zero)
     layout.check(flats, optim_paths)
     if isinstance(layout, _Stage2):
         layout.refuse_exchanged(models[0].get("module") or {}, flats, optim_paths)
@@ -136,7 +136,7 @@ def _plain(value: Any) -> Any:
 class _Stage3:
     """Where the parameters are in the flat buffers of stage 3."""
 
-    def __init__(self, shapes: list[dict[str, tuple[int, ...]]], zero: list[dict[Any, Any]], folder: Path) -> None:
+    def __init__(self, shapes: list[dict[str, tuple[int, ...]]], zero: list[dict[Any, Any]]) -> None:
         self.shapes = {name: shape for group in shapes for name, shape in group.items()}
         self._world_size = len(zero)
         self._at: dict[str, int] = {}
@@ -165,7 +165,7 @@ class _Stage3:
 class _Stage2:
     """Where the parameters are in the flat buffers of stages 1 and 2."""
 
-    def __init__(self, shapes: list[dict[str, tuple[int, ...]]], zero: list[dict[Any, Any]], folder: Path) -> None:
+    def __init__(self, shapes: list[dict[str, tuple[int, ...]]], zero: list[dict[Any, Any]]) -> None:
         self.shapes = {name: shape for group in shapes for name, shape in group.items()}
         paddings = zero[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
         self._at: dict[str, tuple[int, int]] = {}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -63,8 +63,7 @@ def read_state(
     def read() -> Restored:
         if verify is not None:
             compared(path, "dcp", dcp_parts([path], has_all_files), verify)
-        metadata = read_metadata(path, has_all_files)
-        reading = _Reading(path, metadata, dist.get_rank(process_group), dist.get_world_size(process_group))
+        reading = _Reading(path, process_group, has_all_files)
         reading.prepare(model, optimizer, given)
         reading.read()
         return reading.result(model, optimizer)
@@ -76,22 +75,22 @@ def files_to_read(
     path: Path, process_group: dist.ProcessGroup, model: nn.Module, optimizer: Optimizer | None, given: AbstractSet[str]
 ) -> set[str]:
     """The names of the files that ``read_state`` reads on this rank. Collective: no. Raises: CheckpointError"""
-    metadata = read_metadata(path, has_all_files=False)
-    reading = _Reading(path, metadata, dist.get_rank(process_group), dist.get_world_size(process_group))
+    reading = _Reading(path, process_group, has_all_files=False)
     reading.prepare(model, optimizer, given)
-    chunks, pieces = DcpChunks(path, metadata), {key: own_pieces(value) for key, value in reading.flat.items() if value is not None}
-    return set().union(*(chunks.files(key, [each.box for each in pieces[key]] if key in pieces else None) for key in reading.flat))
+    boxes = {key: value if value is None else [piece.box for piece in own_pieces(value)] for key, value in reading.flat.items()}
+    return set().union(*(reading.chunks.files(key, of_key) for key, of_key in boxes.items()))
 
 
 class _Reading:
     """``flat``: the values to read, by the metadata's keys: tensors read into their memory, other values replace None."""
 
-    def __init__(self, path: Path, metadata: Metadata, rank: int, world_size: int) -> None:
+    def __init__(self, path: Path, process_group: dist.ProcessGroup | None, has_all_files: bool) -> None:
         self.path = path
-        self.metadata = metadata
+        self.metadata = metadata = read_metadata(path, has_all_files)
+        self.chunks = DcpChunks(path, metadata)
         self.flat: dict[str, Any] = {}
-        self._rank = rank
-        self._world_size = world_size
+        self._rank = dist.get_rank(process_group)
+        self._world_size = dist.get_world_size(process_group)
         self._paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
         known = {path[0] for path in self._paths.values()}
         if not known >= {"step", "world_size", "random"}:
@@ -178,15 +177,14 @@ class _Reading:
 
     def read(self) -> None:
         """Read this rank's part of each tensor straight to where it belongs, and the rest. Collective: no."""
-        chunks = DcpChunks(self.path, self.metadata)
-        wanted = [(key, value) for key, value in self.flat.items() if value is not None]
         with ByteReader() as reader:
-            for key, value in wanted:
+            for key, value in self.flat.items():
+                if value is None:
+                    self.flat[key] = self.chunks.unpacked(key)
+                    continue
                 local = torch_dtensors.local_tensor(value) if isinstance(value, DTensor) else value
                 for piece in own_pieces(value):
-                    chunks.read(key, piece.box, local[piece.local.slices], reader)
-        for key in [key for key, value in self.flat.items() if value is None]:
-            self.flat[key] = chunks.unpacked(key)
+                    self.chunks.read(key, piece.box, local[piece.local.slices], reader)
 
     # --- after ---
 

@@ -11,7 +11,7 @@ import copy
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,14 +130,16 @@ def save_safetensors(
 
     with contextlib.ExitStack() as lock, contextlib.ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         files, names, configs = _agreed_plan(plan, what, model, path, config, group, lock)
-        new_files = stack.enter_context(_temporary_files())
-        _, problem = tried(what, lambda: _write(files, names, path, group, _ready(model, group), new_files, progress, what))
-        _agree_or_remove(group, problem, new_files)
-        if group is None or group.rank() == 0:
+        rank = 0 if group is None else group.rank()
+        writer = _Writer([(file, names.temporary(path, index)) for index, file in enumerate(files) if file.writer == rank])
+        stack.callback(writer.remove)
+        _, problem = tried(what, lambda: _write(files, writer, group, _ready(model, group), progress, what))
+        _agree_or_remove(group, problem, writer)
+        if rank == 0:
             _, problem = tried(what, lambda: commit(path, names, files, configs))
             if problem is None:
                 lock.close()  # before other ranks return, who would find its file in the folder
-        _agree_or_remove(group, problem, new_files)
+        _agree_or_remove(group, problem, writer)
     return SavedCheckpoint(path, names.final, sum(tensor.nbytes for file in files for tensor in file.tensors))
 
 
@@ -221,95 +223,78 @@ def _refuse_other_ranks(tensors: list[ModelTensor], group: dist.ProcessGroup | N
         )
 
 
-@contextlib.contextmanager
-def _temporary_files() -> Iterator[list[NewFile]]:
-    """This rank's new files; those that still have temporary names at the end are removed."""
-    new_files: list[NewFile] = []
-    try:
-        yield new_files
-    finally:
-        for file in new_files:
-            file.remove()
-
-
-def _agree_or_remove(group: dist.ProcessGroup | None, problem: FSDPError | None, new_files: list[NewFile]) -> None:
+def _agree_or_remove(group: dist.ProcessGroup | None, problem: FSDPError | None, writer: _Writer) -> None:
     """Continue together, or raise together after every rank has removed its files. Collective: yes."""
     try:
         agree(group, problem, None)
     except FSDPError as error:
-        for file in new_files:
-            file.remove()
+        writer.remove()
         if not isinstance(error, LostRankError):
             agree(group, None, None)
         raise
 
 
 def _write(
-    files: list[PlannedFile],
-    names: Names,
-    folder: Path,
-    group: dist.ProcessGroup | None,
-    ready: Ready,
-    new_files: list[NewFile],
-    progress: bool | None,
-    what: str,
+    files: list[PlannedFile], writer: _Writer, group: dist.ProcessGroup | None, ready: Ready, progress: bool | None, what: str
 ) -> None:
     """Write this rank's files under their temporary names. Collective: yes, over the ranks of ``ready``.
 
     Raises: on every rank, the error of one; an error after the last band on its own rank alone, for the caller to share
     """
-    me = 0 if group is None else group.rank()
-    writers = sorted({file.writer for file in files})
-    band_nbytes = BUFFER_NBYTES // len(writers)
-    global_rank = {each: each if group is None else dist.get_global_rank(group, each) for each in writers}
-    files_of = {each: [file for file in files if file.writer == each] for each in writers}
-    bands = {global_rank[each]: (band for file in files_of[each] for band in file.bands(band_nbytes)) for each in writers}
-    mine = sum(tensor.nbytes for file in files if file.writer == me for tensor in file.tensors)
+    files_of: dict[int, list[PlannedFile]] = {}  # by the rank that writes them
+    for file in files:
+        rank = file.writer if group is None else dist.get_global_rank(group, file.writer)
+        files_of.setdefault(rank, []).append(file)
+    band_nbytes = BUFFER_NBYTES // len(files_of)
+    bands = {rank: (band for file in own for band in file.bands(band_nbytes)) for rank, own in sorted(files_of.items())}
     with contextlib.ExitStack() as stack:
 
-        def begin() -> tuple[_Writer, Callable[[int], None]]:
-            advance = stack.enter_context(progress_bar("saving", mine, progress))
-            own = [(file, names.temporary(folder, index)) for index, file in enumerate(files) if file.writer == me]
-            return _Writer(own, new_files), advance
+        def begin() -> Callable[[int], None]:
+            advance = stack.enter_context(progress_bar("saving", writer.nbytes, progress))
+            writer.open_next()
+            return advance
 
         begun, problem = tried(what, begin)
 
         def receive(band: Band, value: Tensor) -> None:
-            writer, advance = begun[0]
             writer.write(band, value)
-            advance(value.nbytes)
+            begun[0](value.nbytes)
 
         BandStream(group, ready, band_nbytes, what=what).run(bands, receive, problem)
-        if begun:
-            begun[0][0].finish()
+        writer.finish()
 
 
 class _Writer:
     """Writes bands into this rank's files, one file after another. Raises: CheckpointError naming file and key"""
 
-    def __init__(self, files: list[tuple[PlannedFile, Path]], new_files: list[NewFile]) -> None:
+    def __init__(self, files: list[tuple[PlannedFile, Path]]) -> None:
+        self.nbytes = sum(tensor.nbytes for file, _ in files for tensor in file.tensors)
         self._todo = files
-        self._new_files = new_files
+        self._files: list[NewFile] = []
         self._left = 0  # bytes of the open file's tensors to come
-        self._open_next()
 
     def write(self, band: Band, value: Tensor) -> None:
-        self._new_files[-1].write(bytes_of(value), band.tensor.key)
+        self._files[-1].write(bytes_of(value), band.tensor.key)
         self._left -= value.nbytes
-        self._open_next()
+        self.open_next()
 
-    def _open_next(self) -> None:
+    def open_next(self) -> None:
         """Finish the file that is complete, and begin the next one with bytes to come."""
         while self._left == 0 and self._todo:
             file, path = self._todo.pop(0)
             self.finish()
-            self._new_files.append(NewFile(path, file.header))
+            self._files.append(NewFile(path, file.header))
             self._left = sum(tensor.nbytes for tensor in file.tensors)
 
     def finish(self) -> None:
         """Have the last file on the disk."""
-        if self._new_files:
-            self._new_files[-1].finish()
+        if self._files:
+            self._files[-1].finish()
+
+    def remove(self) -> None:
+        """Remove the files that still have temporary names."""
+        for file in self._files:
+            file.remove()
 
 
 # --- transformers' config ---------------------------------------------------------------------------------------------------------

@@ -81,17 +81,12 @@ def put_back(model: nn.Module, state: State) -> None:
             tensor.copy_(state[name])
 
 
-def param_names(model: nn.Module) -> dict[int, str]:
-    """The first name of each parameter, by ``id``. A state dict taken first makes modules show sharded parameters."""
-    return {id(param): clean_name(name) for name, param in model.named_parameters()}
-
-
 def names_in(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the parameters of each of the optimizer's groups.
+    """The names of the parameters of each of the optimizer's groups. A state dict taken first makes modules show sharded parameters.
 
     Raises: CheckpointError locating parameters that are not the model's
     """
-    known = param_names(model)
+    known = {id(param): clean_name(name) for name, param in model.named_parameters()}  # the first name of each
     groups = [group["params"] for group in optimizer.param_groups]
     foreign = [
         f"param_groups[{at}]['params'][{index}]: {type(param).__name__} {tuple(param.shape)}"

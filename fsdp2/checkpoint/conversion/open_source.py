@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +47,8 @@ _OPTIMIZER_NAMES = ("optimizer", "optim", "optimizer_state_dict", "optim_state_d
 _AROUND = ("app", "state")
 
 
-@dataclass(frozen=True)
-class Keys:
-    """The keys of a file's model and optimizer, joined by dots for nested dicts; None: under a usual name."""
-
-    model: str | None = None
-    optimizer: str | None = None
+Keys = tuple[str | None, str | None]
+"""The keys of a file's model and optimizer, joined by dots for nested dicts; None: under a usual name."""
 
 
 def open_source(
@@ -92,7 +87,7 @@ def open_source(
     require("open_source", SWITCH, with_optimizer=with_optimizer)
     require("open_source", WORD.or_none, model_key=model_key, optimizer_key=optimizer_key)
     try:
-        return _opened(_latest(Path(path)), format, optimizer, shapes_of(shapes), with_optimizer, Keys(model_key, optimizer_key))
+        return _opened(_latest(Path(path)), format, optimizer, shapes_of(shapes), with_optimizer, (model_key, optimizer_key))
     except FSDPError:
         raise
     except Exception as error:  # readers look for what programs write; damage may be anywhere in it
@@ -114,8 +109,7 @@ def _opened(
 ) -> Source:
     source = _read(path, format or detect(path), keys)
     if optimizer is not None and with_optimizer:
-        other = _read(Path(optimizer), detect(Path(optimizer)), replace(keys, model=None))
-        source.optimizer = other.optimizer
+        source.optimizer = _read(Path(optimizer), detect(Path(optimizer)), (None, keys[1])).optimizer
     if source.optimizer is not None and not with_optimizer:
         source.optimizer = None
         source.left_out.append("the optimizer")
@@ -272,10 +266,9 @@ def _combined(path: Path, kind: str, found: list[Source]) -> Source:
 
 def _picked(path: Path, kind: str, root: Any, keys: Keys) -> Source:
     """The model and the optimizer in a file's content."""
-    if keys.model is not None or keys.optimizer is not None:
-        root = {
-            name: _at(path, root, key) for name, key in (("model", keys.model), ("optimizer", keys.optimizer)) if key is not None
-        } | {name: value for name, value in (root.items() if isinstance(root, dict) else ()) if name not in ("model", "optimizer")}
+    if keys != (None, None):
+        chosen = {name: _at(path, root, key) for name, key in zip(("model", "optimizer"), keys, strict=True) if key is not None}
+        root = chosen | {name: value for name, value in root.items() if name not in ("model", "optimizer")}  # ``_at`` has found a dict
     while isinstance(root, dict) and len(root) == 1 and next(iter(root)) in _AROUND and isinstance(next(iter(root.values())), dict):
         root = next(iter(root.values()))
     if not isinstance(root, dict):

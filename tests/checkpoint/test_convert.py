@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +31,10 @@ from fsdp2.checkpoint.conversion import targets
 from fsdp2.checkpoint.file_reading import ByteReader
 from fsdp2.cli import main
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import trained
 from harness.models import batches, mlp, transformer
-from harness.training import adamw, fed_own_chunk
+from harness.sharding import shard_blocks
+from harness.training import adamw
 
 TARGETS = ("dcp", "torch", "safetensors")
 
@@ -79,6 +82,14 @@ def load_target(path: Path, to: str, like: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def stepped(model: nn.Module, x: Tensor | None = None) -> torch.optim.Optimizer:
+    """The optimizer of one step."""
+    optimizer: torch.optim.Optimizer = adamw(model.parameters())
+    model(batches(1)[0] if x is None else x).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
 quiet_dcp = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
@@ -107,9 +118,7 @@ def test_every_target_is_read_by_its_own_library_and_converts_on(tmp_path: Path,
 
 def test_only_floating_point_tensors_of_the_model_get_the_dtype(tmp_path: Path) -> None:
     model = transformer()
-    optimizer = adamw(model.parameters())
-    model(torch.zeros(1, 5, dtype=torch.int64)).sum().backward()
-    optimizer.step()
+    optimizer = stepped(model, torch.zeros(1, 5, dtype=torch.int64))
     model.register_buffer("count", torch.arange(3))
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "epoch": 4}
     torch.save(state, tmp_path / "a.pt")
@@ -124,9 +133,7 @@ def test_only_floating_point_tensors_of_the_model_get_the_dtype(tmp_path: Path) 
 
 def test_an_optimizer_with_numbers_gets_names_where_the_order_tells_them(tmp_path: Path) -> None:
     model = mlp()
-    optimizer = adamw(model.parameters())
-    model(batches(1)[0]).sum().backward()
-    optimizer.step()
+    optimizer = stepped(model)
     save_full_state(tmp_path / "a.pt", model, optimizer)
     convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch")
     found = torch.load(tmp_path / "b.pt", weights_only=True)
@@ -145,12 +152,8 @@ def test_an_optimizer_with_numbers_gets_names_where_the_order_tells_them(tmp_pat
 @on_ranks(2)
 @pytest.mark.parametrize("flatten", [False, True])
 def test_upstream_fsdp2_becomes_the_unsharded_model_and_optimizer(tmp_path: Path, flatten: bool) -> None:
-    model: Any = mlp()
-    for block in model.blocks:
-        torch_fully_shard(block, mesh=cpu_mesh())
-    torch_fully_shard(model, mesh=cpu_mesh())
-    optimizer = adamw(model.parameters())
-    fed_own_chunk(model, batches(2), optimizer=optimizer)
+    model: Any = shard_blocks(mlp(), fully_shard=torch_fully_shard)
+    optimizer = trained(model)
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=tmp_path / "dcp")
@@ -173,10 +176,8 @@ def test_upstream_fsdp2_becomes_the_unsharded_model_and_optimizer(tmp_path: Path
 
 @on_ranks(2)
 def test_a_checkpoint_of_checkpointer_converts(tmp_path: Path) -> None:
-    model: Any = mlp()
-    torch_fully_shard(model, mesh=cpu_mesh())
-    optimizer = adamw(model.parameters())
-    fed_own_chunk(model, batches(2), optimizer=optimizer)
+    model: Any = torch_fully_shard(mlp(), mesh=cpu_mesh())
+    optimizer = trained(model)
     with Checkpointer(tmp_path / "run", model, optimizer) as checkpointer:
         checkpointer.save(2)
         latest = checkpointer.latest()
@@ -217,9 +218,7 @@ def test_the_command_converts_and_says_what_it_did(tmp_path: Path, capsys: pytes
 @quiet_dcp
 def test_keys_say_where_model_and_optimizer_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     student, teacher = mlp(), mlp(seed=1)
-    optimizer = adamw(student.parameters())
-    sum(param.square().sum() for param in student.parameters()).backward()
-    optimizer.step()
+    optimizer = stepped(student)
     state = {"nets": {"student": student.state_dict(), "teacher": teacher.state_dict()}, "adam": optimizer.state_dict(), "epoch": 3}
     torch.save(state, tmp_path / "a.pt")
     source, target = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
@@ -278,41 +277,34 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def bad(kind: str, path: Path) -> None:
-    state = mlp().state_dict()
-    if kind == "truncated":
-        torch.save(state, path)
-        os.truncate(path, path.stat().st_size * 2 // 3)
-    elif kind == "legacy":
-        torch.save(state, path, _use_new_zipfile_serialization=False)
-    elif kind == "pickle":
-        path.write_bytes(b"PK\x03\x04" + pickle.dumps(state))
-    elif kind == "no model":
-        torch.save({"epoch": 3}, path)
-    elif kind == "complex":
-        torch.save({"weight": torch.ones(3, dtype=torch.complex128)}, path)
-    elif kind == "text":
-        path.write_text("weights")
-    elif kind == "optimizer of another model":
-        optimizer = {"state": {"first.weight": {"exp_avg": torch.ones(3, 3)}}, "param_groups": [{"params": ["first.weight"]}]}
-        torch.save({"model": state, "optimizer": optimizer}, path)
+def cut_short(path: Path) -> None:
+    torch.save(mlp().state_dict(), path)
+    os.truncate(path, path.stat().st_size * 2 // 3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "match"),
-    [
-        ("truncated", "cannot be read"),
-        ("legacy", "cannot be read(?s:.*)an older one with torch.load"),
-        ("pickle", "cannot be read"),
-        ("no model", "has no tensors of a model"),
-        ("complex", "complex128"),
-        ("text", "is not a checkpoint of a known format"),
-        ("absent", "there is no checkpoint"),
-        ("optimizer of another model", r"first\.weight: \(10, 7\) in the model, exp_avg \(3, 3\)"),
-    ],
-)
-def test_bad_files_are_errors_that_name_them(tmp_path: Path, kind: str, match: str) -> None:
-    bad(kind, tmp_path / "a.pt")
+STRANGER = {"state": {"first.weight": {"exp_avg": torch.ones(3, 3)}}, "param_groups": [{"params": ["first.weight"]}]}
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (cut_short, "cannot be read"),
+    "legacy": (
+        lambda path: torch.save(mlp().state_dict(), path, _use_new_zipfile_serialization=False),
+        "cannot be read(?s:.*)an older one with torch.load",
+    ),
+    "pickle": (lambda path: path.write_bytes(b"PK\x03\x04" + pickle.dumps(mlp().state_dict())), "cannot be read"),
+    "no model": (lambda path: torch.save({"epoch": 3}, path), "has no tensors of a model"),
+    "complex": (lambda path: torch.save({"weight": torch.ones(3, dtype=torch.complex128)}, path), "complex128"),
+    "text": (lambda path: path.write_text("weights"), "is not a checkpoint of a known format"),
+    "absent": (lambda path: None, "there is no checkpoint"),
+    "optimizer of another model": (
+        lambda path: torch.save({"model": mlp().state_dict(), "optimizer": STRANGER}, path),
+        r"first\.weight: \(10, 7\) in the model, exp_avg \(3, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_files_are_errors_that_name_them(tmp_path: Path, kind: str) -> None:
+    write, match = BAD[kind]
+    write(tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=match) as raised:
         convert(tmp_path / "a.pt", tmp_path / "out", to="dcp")
     assert "a.pt" in str(raised.value) or raised.value.key
@@ -375,9 +367,7 @@ def test_targets_that_would_harm_the_source_are_refused(tmp_path: Path) -> None:
 @quiet_dcp
 def test_the_optimizer_of_an_unsharded_dcp_folder_loads_by_name(tmp_path: Path) -> None:
     model = mlp()
-    optimizer = adamw(model.parameters())
-    model(batches(1)[0]).sum().backward()
-    optimizer.step()
+    optimizer = stepped(model)
     torch.save({"state_dict": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "out", to="dcp")
     other = mlp(seed=4)
@@ -447,6 +437,10 @@ def test_the_room_that_is_asked_for_is_that_of_what_is_written(tmp_path: Path) -
     for number, (to, dtype, nbytes) in enumerate(cases):
         for free, fits in ((nbytes - 1, False), (nbytes, True)):
             with patch("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free)):
-                refused = contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match=f"would have {nbytes} bytes")
+                refused = (
+                    contextlib.nullcontext()
+                    if fits
+                    else pytest.raises(CheckpointError, match=f"would have {nbytes} bytes, and .* has {free} bytes free")
+                )
                 with refused:
                     convert(tmp_path / "in.pt", tmp_path / f"out_{number}", to=to, dtype=dtype)

@@ -93,6 +93,10 @@ DAMAGES = {
     "no text": (raw_header(b"\xff\xfe\xfd"), rf"{SECOND} has a corrupt header"),
     "deep JSON": (raw_header(b"[" * 100_000), rf"{SECOND} has a corrupt header"),
     "a list": (raw_header(b"[1, 2]"), rf"{SECOND} has a header that is a list"),
+    "a shape of more bytes than there are": (
+        raw_header(b'{"a":{"dtype":"F32","shape":[4294967296,4294967296,4294967296],"data_offsets":[0,0]}}'),
+        r"gives a 0 bytes",
+    ),
     "twice the same key": (raw_header(b'{"a": 1, "a": 2}'), r"'a' occurs twice"),
     "metadata": (edit_header(lambda fields: {**fields, "__metadata__": {"a": 3}}), r"__metadata__ that is not text"),
     "an entry": (edit_header(lambda fields: {**fields, "1.bias": 3}), r"corrupt header: 1.bias is 3"),

@@ -42,29 +42,18 @@ def names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir() if each.name != ".lock")
 
 
-@contextlib.contextmanager
-def fresh(folder: Path, **options: Any) -> Iterator[Run]:
-    """A run whose values and generators are others than the first one's."""
-    run = Run(folder, seed=1000, **options)
-    try:
-        yield run
-    finally:
-        run.checkpointer.close()
-
-
 # --- resuming ---------------------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_resumed_run_continues_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
-    run = Run(tmp_path / "run", asynchronous=asynchronous)
-    run.steps(3)
-    run.checkpointer.save(3)
-    losses, state = run.steps(3), run.state()
-    run.checkpointer.close()
+    with Run(tmp_path / "run", asynchronous=asynchronous) as run:
+        run.steps(3)
+        run.checkpointer.save(3)
+        losses, state = run.steps(3), run.state()
 
-    with fresh(tmp_path / "run") as again:
+    with Run(tmp_path / "run", seed=1000) as again:
         resumed = again.checkpointer.load()
         assert again.steps(3) == losses
         assert_same_state(again.state(), state)
@@ -75,17 +64,15 @@ def test_resumed_run_continues_bit_for_bit(tmp_path: Path, asynchronous: bool) -
 @on_ranks(2)
 def test_checkpoint_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
     """torch's ``get_optimizer_state_dict`` takes a step of zero gradients then, after which Adam counts one step too many."""
-    run = Run(tmp_path / "never", data=None)
-    losses = run.steps(2)
-    run.checkpointer.close()
+    with Run(tmp_path / "never", data=None) as run:
+        losses = run.steps(2)
 
-    run = Run(tmp_path / "run")
-    run.checkpointer.save(0)
-    assert not run.optimizer.state
-    assert run.steps(2) == losses
-    run.checkpointer.close()
+    with Run(tmp_path / "run") as run:
+        run.checkpointer.save(0)
+        assert not run.optimizer.state
+        assert run.steps(2) == losses
 
-    with fresh(tmp_path / "run") as again:
+    with Run(tmp_path / "run", seed=1000) as again:
         again.step()
         again.checkpointer.load()
         assert not again.optimizer.state
@@ -163,15 +150,14 @@ def test_other_number_of_ranks_and_other_mesh_continue_but_for_random_numbers(tm
     mesh = cpu_mesh(*shape)
     here = dist.get_rank() < 2
     if here:
-        first = Run(tmp_path / "two", mesh=pair, process_group=pair.get_group(), data={"seen": 7})
-        first.steps(2)
-        first.checkpointer.save(2)
-        first.checkpointer.close()
+        with Run(tmp_path / "two", mesh=pair, process_group=pair.get_group(), data={"seen": 7}) as first:
+            first.steps(2)
+            first.checkpointer.save(2)
         expected = first.full_state()
     dist.barrier()
 
     found: dict[str, Any] = {}
-    with fresh(tmp_path / "two", mesh=mesh, data=found) as run:
+    with Run(tmp_path / "two", seed=1000, mesh=mesh, data=found) as run:
         before = torch.get_rng_state()
         resumed = run.checkpointer.load()
         assert (resumed.step, resumed.world_size, resumed.random_restored) == (2, 2, False)
@@ -185,7 +171,7 @@ def test_other_number_of_ranks_and_other_mesh_continue_but_for_random_numbers(tm
         # Running means of the batch norm differ between ranks: those of rank 0 are for all.
         of_rank_0 = expected if dist.get_rank() == 0 else expected | {name: values[name] for name in values if ".norm.running" in name}
         assert_same_state(values, of_rank_0)
-        with fresh(tmp_path / "four", mesh=pair, process_group=pair.get_group(), data={}) as again:
+        with Run(tmp_path / "four", seed=1000, mesh=pair, process_group=pair.get_group(), data={}) as again:
             assert again.checkpointer.load().world_size == 4
             assert_same_state(again.full_state(), of_rank_0)
             assert again.scheduler.last_epoch == 2
@@ -204,21 +190,20 @@ def test_position_that_differs_between_ranks_needs_as_many_ranks(tmp_path: Path)
         with contextlib.closing(Run(tmp_path, mesh=pair, process_group=pair.get_group()).checkpointer) as checkpointer:
             checkpointer.save(1)
     dist.barrier()
-    with fresh(tmp_path) as run:
+    with Run(tmp_path, seed=1000) as run:
         before = run.state()
         with pytest.raises(CheckpointError, match="a data position for each of 2 ranks"):
             run.checkpointer.load()
         assert_same_state(run.state(), before)
-    with fresh(tmp_path, data=None) as run:
+    with Run(tmp_path, seed=1000, data=None) as run:
         assert run.checkpointer.load().step == 1
 
 
 @on_ranks(2)
 def test_files_are_read_by_dcp_into_an_unsharded_model(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.steps(2)
-    run.checkpointer.save(2)
-    run.checkpointer.close()
+    with Run(tmp_path) as run:
+        run.steps(2)
+        run.checkpointer.save(2)
     expected = run.full_state()
     dist.broadcast_object_list(everyones := [expected])  # batch norm's buffers are rank 0's
     expected = everyones[0]
@@ -254,18 +239,17 @@ def held_back_writing() -> Iterator[threading.Event]:
 
 @on_ranks(2)
 def test_training_goes_on_during_a_save_and_does_not_change_what_is_saved(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.steps(2)
-    state = run.state()
-    with held_back_writing() as event:
-        run.checkpointer.save(2)
-        losses = run.steps(3)  # with collectives of its own
-        assert not (tmp_path / "latest").exists()
-        event.set()
-        run.checkpointer.wait()
-    assert (tmp_path / "latest").read_text() == "step_000002"
-    run.checkpointer.close()
-    with fresh(tmp_path) as again:
+    with Run(tmp_path) as run:
+        run.steps(2)
+        state = run.state()
+        with held_back_writing() as event:
+            run.checkpointer.save(2)
+            losses = run.steps(3)  # with collectives of its own
+            assert not (tmp_path / "latest").exists()
+            event.set()
+            run.checkpointer.wait()
+        assert (tmp_path / "latest").read_text() == "step_000002"
+    with Run(tmp_path, seed=1000) as again:
         again.checkpointer.load()
         assert_same_state(again.state(), state)
         assert again.steps(3) == losses
@@ -316,75 +300,72 @@ def test_a_save_while_one_is_under_way_on_one_rank_is_skipped_on_all(tmp_path: P
 @pytest.mark.parametrize("in_time", [True, False])
 @on_ranks(2, 3)
 def test_a_save_that_is_replaced_on_one_rank_before_it_is_written_there_is_none_on_all(tmp_path: Path, in_time: bool) -> None:
-    run = Run(tmp_path, if_busy="replace")
-    run.checkpointer.save(1)
-    run.checkpointer.wait()
-    run.step()
-    write, is_first, may_be_replaced = DigestingWriter.write_data, iter([True]), threading.Event()
-
-    def slow(*args: Any) -> Any:
-        written = None if in_time and dist.get_rank() == 1 else write(*args)
-        may_be_replaced.set()
-        assert not next(is_first, False) or run.checkpointer._is_replaced.wait(60)
-        return written or write(*args)
-
-    with patch.object(DigestingWriter, "write_data", slow):
-        run.checkpointer.save(2)
-        run.step()
-        state = run.state()
-        assert may_be_replaced.wait(60)
-        assert run.checkpointer.save(3)
+    with Run(tmp_path, if_busy="replace") as run:
+        run.checkpointer.save(1)
         run.checkpointer.wait()
-    assert names(tmp_path) == ["latest", "step_000001" if in_time else "step_000002", "step_000003"]
-    assert run.checkpointer.load().step == 3
-    assert_same_state(run.state(), state)
-    full = patch.object(os, "writev", side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with full if dist.get_rank() == 0 else contextlib.nullcontext():
-        run.checkpointer.save(4)
-        run.checkpointer._pending.exception()
-    with pytest.raises(CheckpointError, match="No space left"):
-        run.checkpointer.save(5)
-    run.checkpointer.close()
+        run.step()
+        write, is_first, may_be_replaced = DigestingWriter.write_data, iter([True]), threading.Event()
+
+        def slow(*args: Any) -> Any:
+            written = None if in_time and dist.get_rank() == 1 else write(*args)
+            may_be_replaced.set()
+            assert not next(is_first, False) or run.checkpointer._is_replaced.wait(60)
+            return written or write(*args)
+
+        with patch.object(DigestingWriter, "write_data", slow):
+            run.checkpointer.save(2)
+            run.step()
+            state = run.state()
+            assert may_be_replaced.wait(60)
+            assert run.checkpointer.save(3)
+            run.checkpointer.wait()
+        assert names(tmp_path) == ["latest", "step_000001" if in_time else "step_000002", "step_000003"]
+        assert run.checkpointer.load().step == 3
+        assert_same_state(run.state(), state)
+        full = patch.object(os, "writev", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        with full if dist.get_rank() == 0 else contextlib.nullcontext():
+            run.checkpointer.save(4)
+            run.checkpointer._pending.exception()
+        with pytest.raises(CheckpointError, match="No space left"):
+            run.checkpointer.save(5)
 
 
 @on_ranks(2)
 def test_ranks_agree_three_times_in_a_save(tmp_path: Path) -> None:
     """Symptom: a save was slower than ``dcp.save``. Cause: eight agreements beside DCP's own; each waits for the slowest rank."""
-    run = Run(tmp_path, asynchronous=False)
-    run.checkpointer.save(0)
-    with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as agreements:
-        run.checkpointer.save(1)
-    assert agreements.call_count == 3
-    run.checkpointer.close()
+    with Run(tmp_path, asynchronous=False) as run:
+        run.checkpointer.save(0)
+        with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as agreements:
+            run.checkpointer.save(1)
+        assert agreements.call_count == 3
 
 
 @on_ranks(2)
 def test_memory_is_one_copy_of_the_shards_that_every_save_writes_to(tmp_path: Path) -> None:
     """Half of the time that training waited for a save went to memory that nobody had touched."""
-    run = Run(tmp_path)
-    run.step()
-    copies: list[dict[int, int]] = []
-    write = Checkpointer._write
+    with Run(tmp_path) as run:
+        run.step()
+        copies: list[dict[int, int]] = []
+        write = Checkpointer._write
 
-    def counting_write(self: Checkpointer, state: dict[str, Any], step: int, store: Any) -> None:
-        tensors = [*state["model"].values(), *(each for values in state["optimizer"]["state"].values() for each in values.values())]
-        local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-        copies.append({each.data_ptr(): each.untyped_storage().nbytes() for each in local})
-        write(self, state, step, store)
+        def counting_write(self: Checkpointer, state: dict[str, Any], step: int, store: Any) -> None:
+            tensors = [*state["model"].values(), *(each for values in state["optimizer"]["state"].values() for each in values.values())]
+            local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+            copies.append({each.data_ptr(): each.untyped_storage().nbytes() for each in local})
+            write(self, state, step, store)
 
-    saved = []
-    with patch.object(Checkpointer, "_write", counting_write):
-        for step in (1, 2, 3):
-            saved.append(run.state())
-            run.checkpointer.save(step)
-            run.step()
-    assert copies[0] == copies[1] == copies[2]
-    assert sum(copies[0].values()) == sum(value.numel() * value.itemsize for value in run.state().values())
-    for step in (2, 3):
-        run.checkpointer.load(f"step_00000{step}")
-        assert_same_state(run.state(), saved[step - 1])
-    assert not run.checkpointer._spare
-    run.checkpointer.close()
+        saved = []
+        with patch.object(Checkpointer, "_write", counting_write):
+            for step in (1, 2, 3):
+                saved.append(run.state())
+                run.checkpointer.save(step)
+                run.step()
+        assert copies[0] == copies[1] == copies[2]
+        assert sum(copies[0].values()) == sum(value.numel() * value.itemsize for value in run.state().values())
+        for step in (2, 3):
+            run.checkpointer.load(f"step_00000{step}")
+            assert_same_state(run.state(), saved[step - 1])
+        assert not run.checkpointer._spare
 
 
 # --- which checkpoints there are --------------------------------------------------------------------------------------------------
@@ -576,10 +557,9 @@ def test_crash_at_any_change_of_the_disk_leaves_a_whole_checkpoint_and_the_next_
 
 def saved(folder: Path, **options: Any) -> Run:
     """A run that has saved step 1, complete on all ranks."""
-    run = Run(folder, **options)
-    run.step()
-    run.checkpointer.save(1)
-    run.checkpointer.close()
+    with Run(folder, **options) as run:
+        run.step()
+        run.checkpointer.save(1)
     return run
 
 
@@ -627,7 +607,7 @@ def test_broken_checkpoint_is_an_error_on_every_rank_that_changes_nothing(tmp_pa
     damage, said = BROKEN[what]
     saved(tmp_path)
     on_rank_0(lambda: damage(tmp_path / "step_000001"))
-    with fresh(tmp_path) as run:
+    with Run(tmp_path, seed=1000) as run:
         run.step()
         before, random_before = run.state(), torch.get_rng_state()
         with pytest.raises(CheckpointError, match=said):
@@ -643,7 +623,7 @@ def test_broken_checkpoint_is_an_error_on_every_rank_that_changes_nothing(tmp_pa
 @on_ranks(2)
 def test_other_model_is_an_error_that_lists_what_differs(tmp_path: Path) -> None:
     saved(tmp_path)
-    with fresh(tmp_path, width=9) as run:
+    with Run(tmp_path, seed=1000, width=9) as run:
         before = run.state()
         with pytest.raises(CheckpointError, match=r"blocks\.0\.0\.weight: \(9, 6\) in the model, \(8, 6\) in the checkpoint") as raised:
             run.checkpointer.load()
@@ -702,7 +682,7 @@ def test_full_disk_on_one_rank_raises_on_every_rank_at_the_next_call(tmp_path: P
     assert names(tmp_path) == ["latest", "step_000001"]
     checkpointer.wait()  # said once
     checkpointer.close()
-    with fresh(tmp_path) as again:
+    with Run(tmp_path, seed=1000) as again:
         assert again.checkpointer.load().step == 1
         assert_same_state(again.state(), state)
         again.checkpointer.save(2)
@@ -732,7 +712,7 @@ class Picky(Loader):
 @on_ranks(2)
 def test_state_that_somebody_refuses_is_an_error_on_every_rank_before_the_model_is_changed(tmp_path: Path) -> None:
     saved(tmp_path)
-    with fresh(tmp_path, data=Picky(0)) as run:
+    with Run(tmp_path, seed=1000, data=Picky(0)) as run:
         before = run.state()
         with pytest.raises(CheckpointError, match=r"rank 1.*KeyError"):
             run.checkpointer.load()

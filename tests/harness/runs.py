@@ -71,6 +71,12 @@ class Run:
         options = {"data": self.loader} | options
         self.checkpointer = Checkpointer(folder, self.model, self.optimizer, self.scheduler, **options)
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.checkpointer.close()
+
     def step(self) -> float:
         noise = random.random() + float(np.random.rand())
         loss = self.model(next(self.loader)).square().mean() * (1 + noise)

@@ -26,6 +26,8 @@ from fsdp2.checkpoint import (
     save_safetensors,
 )
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import whole
+from harness.training import assert_same_tensors
 
 
 class Holder(nn.Module):
@@ -72,50 +74,6 @@ def test_renamed_by_a_function_or_by_patterns_in_order(tmp_path):
         assert report.loaded == ["a", "b"]
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_several_tensors_become_one(tmp_path, dim):
-    tensors = numbers(l0__q__weight=(4, 4), l0__k__weight=(4, 4), l1__q__weight=(4, 4), l1__k__weight=(4, 4))
-    shape = (8, 4) if dim == 0 else (4, 8)
-    rule = Concat(["*.q.*", "*.k.*"], "*.qk.*", dim=dim)
-    loaded, _ = load(tmp_path, tensors, Holder(l0__qk__weight=shape, l1__qk__weight=shape), rule)
-    for layer in ("l0", "l1"):
-        assert torch.equal(loaded[f"{layer}.qk.weight"], torch.cat([tensors[f"{layer}.q.weight"], tensors[f"{layer}.k.weight"]], dim))
-
-
-@pytest.mark.parametrize("sizes", [None, [4, 2, 2]])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_one_tensor_becomes_several(tmp_path, dim, sizes):
-    tensors = numbers(h__qkv__weight=(8, 8))
-    shapes = [(4, 8), (2, 8), (2, 8)] if dim == 0 else [(8, 4), (8, 2), (8, 2)]
-    model = Holder(h__q__weight=shapes[0], h__k__weight=shapes[1], h__v__weight=shapes[2])
-    loaded, _ = load(tmp_path, tensors, model, [Split("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"], dim, sizes)])
-    for name, part in zip("qkv", tensors["h.qkv.weight"].split([4, 2, 2], dim), strict=True):
-        assert torch.equal(loaded[f"h.{name}.weight"], part)
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_numbered_tensors_are_stacked_in_the_order_of_their_numbers(tmp_path, dim):
-    tensors = numbers(**{f"l__experts__{index}__w": (2, 3) for index in (1, 10, 0, *range(2, 10))})
-    shape = [2, 3]
-    shape.insert(dim, 11)
-    loaded, _ = load(tmp_path, tensors, Holder(l__w=tuple(shape)), [Stack("*.experts.#.w", "*.w", dim)])
-    assert torch.equal(loaded["l.w"], torch.stack([tensors[f"l.experts.{index}.w"] for index in range(11)], dim))
-
-
-def test_rules_compose(tmp_path):
-    """Experts of a mixture: gate and up are transposed, joined for each expert and stacked."""
-    tensors = numbers(**{f"m__experts__{index}__{name}": (3, 4) for index in range(2) for name in ("gate", "up")})
-    rules = [
-        Transpose("*.experts.*"),
-        Concat(["*.experts.*.gate", "*.experts.*.up"], "*.experts.*.gate_up", dim=1),
-        Stack("*.experts.#.gate_up", "*.gate_up"),
-        (r"^m\.", ""),
-    ]
-    loaded, _ = load(tmp_path, tensors, Holder(gate_up=(2, 4, 6)), rules)
-    expected = torch.stack([torch.cat([tensors[f"m.experts.{i}.{name}"].T for name in ("gate", "up")], 1) for i in range(2)])
-    assert torch.equal(loaded["gate_up"], expected)
-
-
 def test_a_rule_of_ones_own(tmp_path):
     class Negated(KeyRule):
         def apply(self, tensors, shapes):
@@ -153,18 +111,44 @@ def test_what_is_no_rule_is_an_argument_error(tmp_path, rules):
 
 # --- backwards --------------------------------------------------------------------------------------------------------------------
 
+
+def experts(tensors):
+    """Of a mixture: gate and up are transposed, joined for each expert and stacked."""
+    both = [torch.cat([tensors[f"m.experts.{index}.{name}"].T for name in ("gate", "up")], 1) for index in range(2)]
+    return {"both": torch.stack(both)}
+
+
+def stacked(dim):
+    """In the order of their numbers."""
+    stored = {f"h__e__{index}__w": (5, 2) for index in (1, 10, 0, *range(2, 10))}
+    return Stack("*.e.#.w", "*.w", dim), stored, lambda t: {"h.w": torch.stack([t[f"h.e.{index}.w"] for index in range(11)], dim)}
+
+
+def parts(tensor, sizes, dim=0):
+    return {f"h.{name}": part for name, part in zip("qkv", tensor.split(sizes, dim), strict=False)}
+
+
 MAPS = {
-    "renamed": (Rename((r"^t\.", ""), (r"^", "t.")), {"t__a": (5, 3), "t__b": (2,)}, {"a": (5, 3), "b": (2,)}),
+    "renamed": (
+        Rename((r"^t\.", ""), (r"^", "t.")), {"t__a": (5, 3), "t__b": (2,)}, lambda t: {"a": t["t.a"], "b": t["t.b"]},
+    ),
     "concatenated": (
-        Concat(["*.q", "*.k"], "*.qk", sizes=[5, 2]), {"h__q": (5, 3), "h__k": (2, 3), "b": (4,)}, {"h__qk": (7, 3), "b": (4,)},
+        Concat(["*.q", "*.k"], "*.qk", sizes=[5, 2]), {"h__q": (5, 3), "h__k": (2, 3), "l__q": (5, 4), "l__k": (2, 4), "b": (4,)},
+        lambda t: {"h.qk": torch.cat([t["h.q"], t["h.k"]]), "l.qk": torch.cat([t["l.q"], t["l.k"]]), "b": t["b"]},
     ),
-    "along another dim": (Concat(["*.q", "*.k"], "*.qk", -1, [2, 3]), {"h__q": (5, 2), "h__k": (5, 3)}, {"h__qk": (5, 5)}),
-    "split": (Split("*.qk", ["*.q", "*.k"]), {"h__qk": (7, 3)}, {"h__q": (5, 3), "h__k": (2, 3)}),
-    "stacked": (
-        [Stack("*.e.#.w", "*.w", 1)], {f"h__e__{index}__w": (5, 2) for index in range(11)}, {"h__w": (5, 11, 2)},
+    "along another dim": (
+        Concat(["*.q", "*.k"], "*.qk", -1, [2, 3]), {"h__q": (5, 2), "h__k": (5, 3)},
+        lambda t: {"h.qk": torch.cat([t["h.q"], t["h.k"]], 1)},
     ),
-    "unstacked": (Unstack("*.w", "*.e.#.w"), {"h__w": (3, 4, 2)}, {f"h__e__{index}__w": (4, 2) for index in range(3)}),
-    "transposed": (Transpose("*.w"), {"h__w": (5, 3)}, {"h__w": (3, 5)}),
+    "split": (Split("*.qk", ["*.q", "*.k"]), {"h__qk": (7, 3)}, lambda t: parts(t["h.qk"], [5, 2])),
+    "split by sizes along another dim": (
+        Split("*.qkv", ["*.q", "*.k", "*.v"], 1, [4, 2, 2]), {"h__qkv": (8, 8)}, lambda t: parts(t["h.qkv"], [4, 2, 2], 1),
+    ),
+    **{f"stacked along dim {dim}": stacked(dim) for dim in range(3)},
+    "unstacked": (
+        Unstack("*.w", "*.e.#.w"), {"h__w": (3, 4, 2)}, lambda t: {f"h.e.{index}.w": t["h.w"][index] for index in range(3)},
+    ),
+    "transposed": (Transpose("*.w"), {"h__w": (5, 3)}, lambda t: {"h.w": t["h.w"].T}),
     "experts": (
         [
             Transpose("m.experts.*"),
@@ -173,27 +157,26 @@ MAPS = {
             Rename((r"^m\.", ""), lambda key: "m." + key),
         ],
         {f"m__experts__{index}__{name}": (3, 4) for index in range(2) for name in ("gate", "up")},
-        {"both": (2, 4, 6)},
+        experts,
     ),
 }  # fmt: skip
 
 
 @on_ranks(1, 3)
 @pytest.mark.parametrize("case", MAPS)
-def test_saved_through_the_map_it_was_loaded_with_is_the_checkpoint_again(tmp_path, case):
-    key_map, stored, shapes = MAPS[case]
+def test_what_is_loaded_are_torchs_values_and_saving_through_the_same_map_gives_the_checkpoint_again(tmp_path, case):
+    key_map, stored, loaded = MAPS[case]
     expected = numbers(**stored)
+    values = loaded(expected)
     if dist.get_rank() == 0:
         save_file(expected, tmp_path / "model.safetensors")
     dist.barrier()
-    model = fully_shard(Holder(**shapes), mesh=cpu_mesh())
+    model = fully_shard(Holder(**{name.replace(".", "__"): value.shape for name, value in values.items()}), mesh=cpu_mesh())
     load_safetensors(model, tmp_path, key_map=key_map)
+    assert_same_tensors(whole(dict(model.state_dict())), values, "value")
     with patch.object(save, "BUFFER_NBYTES", 50):
         save_safetensors(model, tmp_path / "again", key_map=key_map, num_writers=None)
-    found = load_file(tmp_path / "again" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+    assert_same_tensors(load_file(tmp_path / "again" / "model.safetensors"), expected, "value")
 
 
 NOT_INVERTIBLE = {

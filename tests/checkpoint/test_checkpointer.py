@@ -32,6 +32,7 @@ from fsdp2.checkpoint.dcp_write import DigestingWriter
 from fsdp2.checkpoint.failures import on_every_rank
 from fsdp2.ranks import Rank, Ranks, run_ranks
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import on_rank_0
 from harness.models import batches, mlp
 from harness.runs import Loader, Net, Run, assert_same_state
 from harness.training import assert_same_bits, fed_own_chunk
@@ -561,13 +562,6 @@ def saved(folder: Path, **options: Any) -> Run:
         run.step()
         run.checkpointer.save(1)
     return run
-
-
-def on_rank_0(action: Callable[[], Any]) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        action()
-    dist.barrier()
 
 
 def truncate(path: Path) -> None:

@@ -41,6 +41,7 @@ from fsdp2.core.comm.agreement import LostRankError, agree, agree_over
 from fsdp2.errors import FSDPError
 from fsdp2.ranks import Rank, run_ranks
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import of_every_rank
 from harness.models import mlp, transformer
 from harness.sharding import shard_blocks
 from harness.training import assert_same_tensors
@@ -79,8 +80,7 @@ def raises_on_every_rank(names: Names, call: Callable[[], Any]) -> None:
     path, rank, after, error = names
     with failing(path, rank, after, error), pytest.raises(FSDPError) as caught:
         call()
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (type(caught.value).__name__, str(caught.value)))
+    told = of_every_rank((type(caught.value).__name__, str(caught.value)))
     assert len(set(told)) == 1
     assert told[0][0] == "CheckpointError"
     assert f"rank {rank}" in told[0][1]
@@ -450,8 +450,7 @@ def test_point_to_point_operations_come_after_a_collective_of_all_ranks_of_their
     with patch.object(dist, "all_reduce", reduced), patch.object(dist, "batch_isend_irecv", sent):
         state = full_state_dict(model)
     assert bool(state) is (dist.get_rank() == 0)
-    told: list[Any] = [None] * 4
-    dist.all_gather_object(told, [(kind, dist.get_process_group_ranks(group)) for kind, group in events])
+    told = of_every_rank([(kind, dist.get_process_group_ranks(group)) for kind, group in events])
     sending = [(rank, at, ranks) for rank, each in enumerate(told) for at, (kind, ranks) in enumerate(each) if kind == "some"]
     assert bool(sending) is (shape != "a stage with two axes")  # there pairs of ranks talk by themselves
     for rank, at, ranks in sending:

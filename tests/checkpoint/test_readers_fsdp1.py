@@ -25,6 +25,7 @@ from fsdp2.checkpoint.file_reading import ByteReader
 from fsdp2.checkpoint.lazy_tensors import LazyTensor, dtype_of
 from fsdp2.checkpoint.shard_geometry import Box
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import on_rank_0
 from harness.models import batches, mlp
 from harness.sharding import shard_blocks
 from harness.training import adamw
@@ -138,9 +139,11 @@ def test_two_ranks_of_fsdp1_become_four_of_fsdp2_of_either_kind_and_none(tmp_pat
     model, optimizer = trained_by_fsdp1(True, mesh["member"], rank=member)
     folder = tmp_path / f"pair{mesh.get_local_rank('pair')}"
     save(model, optimizer, folder, SHARDED, member, "ranks")
-    if dist.get_rank() == 0:
-        convert(tmp_path / "pair0" / "model_rank1.pt", tmp_path / "out", to="dcp", optimizer=tmp_path / "pair0" / "optim_rank1.pt")
-    dist.barrier()
+    on_rank_0(
+        lambda: convert(
+            tmp_path / "pair0" / "model_rank1.pt", tmp_path / "out", to="dcp", optimizer=tmp_path / "pair0" / "optim_rank1.pt"
+        )
+    )
     expected, expected_optimizer = trained_unsharded()
     for shard in (fully_shard, torch_fully_shard, None):
         loaded_model = mlp(seed=5)

@@ -24,6 +24,7 @@ from fsdp2 import FSDPError, fully_shard
 from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
 from fsdp2.checkpoint.file_reading import is_inside
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import of_every_rank, on_rank_0
 from harness.models import mlp
 from harness.sharding import shard_blocks
 
@@ -177,8 +178,7 @@ def test_every_rank_raises_alike(tmp_path):
     model = fully_shard(net(), mesh=cpu_mesh())
     with pytest.raises(CheckpointError, match="truncated") as caught:
         load_safetensors(model, tmp_path)
-    said = [None] * 3
-    dist.all_gather_object(said, (str(caught.value).partition("]")[2], caught.value.file, caught.value.key))
+    said = of_every_rank((str(caught.value).partition("]")[2], caught.value.file, caught.value.key))
     assert said[0] == said[1] == said[2]
     assert said[0][1:] == (str(tmp_path / SECOND), "1.weight")
 
@@ -214,9 +214,7 @@ def fails_at(num_calls, outcome):
 @pytest.mark.parametrize("failure", ["disk", "shorter", "unseen"])
 def test_what_fails_on_one_rank_alone_fails_on_every_rank_and_the_model_is_unchanged(tmp_path, start, axes, failure):
     """A disk that gives up after the headers, a file that was cut since, a file that one node does not see."""
-    if dist.get_rank() == 0:
-        write(tmp_path)
-    dist.barrier()
+    on_rank_0(lambda: write(tmp_path))
     with torch.device(start):
         model = net()
         for param in model.parameters():
@@ -245,9 +243,7 @@ def test_what_fails_on_one_rank_alone_fails_on_every_rank_and_the_model_is_uncha
 
 @on_ranks(2)
 def test_in_place_overwrites_what_it_has_read(tmp_path):
-    if dist.get_rank() == 0:
-        write(tmp_path)
-    dist.barrier()
+    on_rank_0(lambda: write(tmp_path))
     model = fully_shard(net(), mesh=cpu_mesh())
     for param in model.parameters():
         nn.init.constant_(param, 7.0)
@@ -292,8 +288,7 @@ def test_a_full_disk_raises_on_every_rank_and_the_earlier_checkpoint_is_there(
     with patch.object(commit.os, "write", write), pytest.raises(CheckpointError, match="No space left on device") as caught:
         save_safetensors(model, folder, max_shard_size, num_writers=num_writers)
     assert caught.value.file is not None
-    said = [None] * 2
-    dist.all_gather_object(said, str(caught.value))
+    said = of_every_rank(str(caught.value))
     assert said[0] == said[1]
     dist.barrier()
     assert contents(folder) == before

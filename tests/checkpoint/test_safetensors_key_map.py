@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -26,7 +25,7 @@ from fsdp2.checkpoint import (
     save_safetensors,
 )
 from harness import cpu_mesh, on_ranks
-from harness.checkpoints import whole
+from harness.checkpoints import on_rank_0, whole
 from harness.training import assert_same_tensors
 
 
@@ -168,9 +167,7 @@ def test_what_is_loaded_are_torchs_values_and_saving_through_the_same_map_gives_
     key_map, stored, loaded = MAPS[case]
     expected = numbers(**stored)
     values = loaded(expected)
-    if dist.get_rank() == 0:
-        save_file(expected, tmp_path / "model.safetensors")
-    dist.barrier()
+    on_rank_0(lambda: save_file(expected, tmp_path / "model.safetensors"))
     model = fully_shard(Holder(**{name.replace(".", "__"): value.shape for name, value in values.items()}), mesh=cpu_mesh())
     load_safetensors(model, tmp_path, key_map=key_map)
     assert_same_tensors(whole(dict(model.state_dict())), values, "value")

@@ -18,7 +18,7 @@ from fsdp2 import CPUOffloadPolicy, MaterializationError, fully_shard
 from fsdp2.checkpoint import CheckpointError, Concat, LoadReport, Split, load_safetensors
 from fsdp2.checkpoint.safetensors_load import Mismatch
 from harness import cpu_mesh, on_ranks
-from harness.checkpoints import Odd, whole
+from harness.checkpoints import Odd, on_rank_0, whole
 from harness.memory import PeakBytes
 from harness.models import mlp, transformer
 from harness.sharding import shard_blocks
@@ -173,9 +173,7 @@ def test_dtypes_are_converted_on_the_way(tmp_path, start):
 @on_ranks(2)
 def test_fused_weights_are_read_by_the_ranks_that_keep_them(tmp_path):
     tensors = {f"{name}.weight": torch.randn(rows, 4) for name, rows in (("q", 6), ("k", 3), ("v", 3), ("gate_up", 10))}
-    if dist.get_rank() == 0:
-        save_file(tensors, tmp_path / "model.safetensors")
-    dist.barrier()
+    on_rank_0(lambda: save_file(tensors, tmp_path / "model.safetensors"))
     with torch.device("meta"):
         model = nn.ModuleDict({name: nn.Linear(4, rows, bias=False) for name, rows in (("qkv", 12), ("gate", 5), ("up", 5))})
     fully_shard(list(model.values()), mesh=cpu_mesh())
@@ -232,9 +230,7 @@ def test_progress_is_shown_where_it_is_wanted(tmp_path, capsys):
 def test_tied_parameters_come_under_any_of_their_names(tmp_path, name):
     reference = transformer(tied=True, seed=1)
     state = {key: value for key, value in reference.state_dict().items() if key not in ("embedding.weight", "head.weight")}
-    if dist.get_rank() == 0:
-        save_file({**state, name: reference.embedding.weight.detach()}, tmp_path / "model.safetensors")
-    dist.barrier()
+    on_rank_0(lambda: save_file({**state, name: reference.embedding.weight.detach()}, tmp_path / "model.safetensors"))
     with torch.device("meta"):
         model = transformer(tied=True)
     fully_shard(model.embedding, mesh=cpu_mesh())
@@ -339,9 +335,11 @@ def test_memory_is_the_shards_one_group_more_and_two_buffers(tmp_path, dtype):
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
     layer_nbytes = 256 * 256 * 4
-    if dist.get_rank() == 0:
-        save_file({f"{index}.weight": torch.full((256, 256), index, dtype=dtype) for index in range(4)}, tmp_path / "model.safetensors")
-    dist.barrier()
+    on_rank_0(
+        lambda: save_file(
+            {f"{index}.weight": torch.full((256, 256), index, dtype=dtype) for index in range(4)}, tmp_path / "model.safetensors"
+        )
+    )
     shard_blocks(model)
     with PeakBytes() as memory:
         load_safetensors(model, tmp_path)

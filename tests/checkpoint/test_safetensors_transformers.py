@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from fsdp2 import ArgumentError, fully_shard
 from fsdp2.checkpoint import CheckpointError, load_safetensors, safetensors_save, save_safetensors
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import on_rank_0
 from harness.memory import PeakBytes
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -97,9 +98,7 @@ def test_transformers_opens_what_we_save(tmp_path, family, tied):
 def test_what_transformers_saves_loads_from_the_meta_device(tmp_path, family, tied):
     """Non-persistent buffers (Llama's rotary frequencies) come from the model's own initialization."""
     reference = build(family, tied, seed=1)
-    if dist.get_rank() == 0:
-        reference.save_pretrained(tmp_path, max_shard_size="3KB")
-    dist.barrier()
+    on_rank_0(lambda: reference.save_pretrained(tmp_path, max_shard_size="3KB"))
     with torch.device("meta"):
         model = build(family, tied, seed=2)
     sharded(family, model)
@@ -259,9 +258,7 @@ def test_a_model_from_a_folder_is_saved_as_the_unsharded_one_also_as_a_variant(t
     """A variant is gathered; its tied weights were written twice."""
     import transformers
 
-    if dist.get_rank() == 0:
-        build("llama", True, seed=1).save_pretrained(tmp_path / "first")
-    dist.barrier()
+    on_rank_0(lambda: build("llama", True, seed=1).save_pretrained(tmp_path / "first"))
     reference, model = (transformers.LlamaForCausalLM.from_pretrained(tmp_path / "first") for _ in range(2))
     sharded("llama", model)
     for name, arguments in {"plain": {}, "variant": {"variant": "fp32"}}.items():

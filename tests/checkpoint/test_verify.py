@@ -29,6 +29,7 @@ from fsdp2.checkpoint import (
 from fsdp2.checkpoint.digests import FileDigest, read_digests, write_digests
 from fsdp2.cli import main
 from harness import cpu_mesh, on_ranks
+from harness.checkpoints import on_rank_0
 from harness.models import mlp
 
 quiet_dcp = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -91,10 +92,7 @@ def test_a_checkpointer_notices_damage_before_anything_is_changed(tmp_path: Path
         path = checkpointer.latest()
         assert path is not None
         assert verify(tmp_path).nbytes > 0
-        dist.barrier()
-        if dist.get_rank() == 0:
-            flip(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size // 2)
-        dist.barrier()
+        on_rank_0(lambda: flip(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size // 2))
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(2.0)
@@ -142,9 +140,7 @@ def test_sharded_models_are_written_with_digests_and_compared_when_loaded(num_wr
     assert report.loaded
     dist.barrier()
     file = max(tmp_path.glob("*.safetensors"))
-    if dist.get_rank() == 0:
-        flip(file, file.stat().st_size - 3, bit=6)
-    dist.barrier()
+    on_rank_0(lambda: flip(file, file.stat().st_size - 3, bit=6))
     with pytest.raises(CheckpointError, match="is damaged in 1 places") as caught:
         load_safetensors(model, tmp_path, verify=True)
     assert caught.value.file == str(file)

@@ -1,11 +1,13 @@
-"""For tests of checkpoints: a module of all that is rare, values without shards, a trained optimizer."""
+"""For tests of checkpoints: a module of all that is rare, values without shards, a trained optimizer, one rank, all ranks."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -56,3 +58,18 @@ def trained(model: nn.Module, make_optimizer: Any = adamw, inputs: list[Tensor] 
     optimizer: Optimizer = make_optimizer(model.parameters())
     fed_own_chunk(model, inputs or batches(2), optimizer=optimizer)
     return optimizer
+
+
+def on_rank_0(action: Callable[[], object]) -> None:
+    """While the other ranks wait. Collective: yes."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def of_every_rank(value: Any) -> list[Any]:
+    """Collective: yes."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -332,7 +332,7 @@ SAVING_SAFETENSORS: list[Names] = [
     (f"{CHECKPOINT}.gather_to_writers._Step.hand_out", 0, 0, "memory"),
     (f"{SAVE}.bytes_of", 0, 3, "memory"),
     (f"{CHECKPOINT}.folder_commit.NewFile.finish", 0, 0, "memory"),
-    (f"{CHECKPOINT}.folder_commit.digest_of", 0, 0, "memory"),
+    (f"{CHECKPOINT}.folder_commit.safe_open", 0, 0, "memory"),
     (f"{CHECKPOINT}.folder_commit._files_of_index", 0, 0, "memory"),
 ]
 

@@ -17,12 +17,10 @@ from harness import cpu_mesh, on_ranks
 from harness.checkpoints import on_rank_0
 from harness.memory import PeakBytes
 
-pytest.importorskip("transformers", reason="needs transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 
 def config_of(family, tied):
-    import transformers
-
     if family == "llama":
         return transformers.LlamaConfig(
             vocab_size=37, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
@@ -39,12 +37,16 @@ def config_of(family, tied):
 
 
 def build(family, tied, seed):
-    import transformers
-
     torch.manual_seed(seed)
     kind = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "t5": "T5ForConditionalGeneration"}[family]
-    model = getattr(transformers, kind)(config_of(family, tied))
-    return model.eval()
+    return getattr(transformers, kind)(config_of(family, tied)).eval()
+
+
+def opened_by_transformers(family, folder):
+    auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+    opened, info = auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return opened
 
 
 def layers_of(family, model):
@@ -72,16 +74,12 @@ def logits(family, model):
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_transformers_opens_what_we_save(tmp_path, family, tied):
-    import transformers
-
     reference = build(family, tied, seed=1)
     model = sharded(family, build(family, tied, seed=1))
     for max_shard_size in ("5GB", "2KB"):
         folder = tmp_path / max_shard_size
         save_safetensors(model, folder, max_shard_size)
-        auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
-        opened, info = auto.from_pretrained(folder, output_loading_info=True)
-        assert not any(info.values()), info
+        opened = opened_by_transformers(family, folder)
         theirs, ours = dict(opened.named_parameters()), dict(reference.named_parameters())
         assert theirs.keys() == ours.keys()
         assert all(torch.equal(theirs[name], ours[name]) for name in ours)
@@ -166,16 +164,12 @@ def test_a_config_that_refuses_to_be_saved_is_an_error_on_every_rank(tmp_path):
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)])
 def test_save_pretrained_writes_whole_tensors_or_raises_on_all_ranks(tmp_path, family):
     """It raised AttributeError on rank 0, or wrote files that from_pretrained could not read."""
-    import transformers
-
     reference = build(family, True, seed=1)
     model = sharded(family, build(family, True, seed=1))
     ids = torch.arange(3, 11).view(2, 4)
     model(input_ids=ids, **({"decoder_input_ids": ids} if family == "t5" else {}))  # the root's parameters are unsharded now
     model.save_pretrained(tmp_path / "whole", max_shard_size="3KB")
-    auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
-    opened, info = auto.from_pretrained(tmp_path / "whole", output_loading_info=True)
-    assert not any(info.values()), info
+    opened = opened_by_transformers(family, tmp_path / "whole")
     assert type(opened) is type(reference)
     for name, param in reference.named_parameters():
         assert torch.equal(opened.get_parameter(name), param), name
@@ -233,8 +227,6 @@ def test_save_pretrained_streams_into_the_files_of_the_unsharded_model(tmp_path,
 @pytest.mark.parametrize("save_original_format", [True, False])
 def test_weights_that_transformers_converts_get_its_names(tmp_path, save_original_format):
     """A mixture of experts is one tensor in the model, and one for each expert in the files."""
-    import transformers
-
     config = transformers.MixtralConfig(
         vocab_size=37, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
         num_local_experts=2, max_position_embeddings=16,
@@ -256,8 +248,6 @@ def test_weights_that_transformers_converts_get_its_names(tmp_path, save_origina
 @on_ranks(2)
 def test_a_model_from_a_folder_is_saved_as_the_unsharded_one_also_as_a_variant(tmp_path):
     """A variant is gathered; its tied weights were written twice."""
-    import transformers
-
     on_rank_0(lambda: build("llama", True, seed=1).save_pretrained(tmp_path / "first"))
     reference, model = (transformers.LlamaForCausalLM.from_pretrained(tmp_path / "first") for _ in range(2))
     sharded("llama", model)

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from ..errors import ArgumentError
 from .failures import failure
-from .lazy_tensors import LazyTensor, Narrowed, joined, permuted, squeezed, unsqueezed
+from .lazy_tensors import LazyTensor, Narrowed, Reordered, joined
 
 Tensors: TypeAlias = dict[str, LazyTensor]
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -265,8 +265,12 @@ class Stack(KeyRule):
             parts = _take(rest, keys, self)
             if not 0 <= self.dim <= len(parts[0].shape):
                 raise _bad_dim(keys[0], parts[0], self)
-            stacked = _checked_joined([unsqueezed(part, self.dim) for part in parts], self.dim, self)
-            _put(rest, _filled(self.target, texts), stacked)
+            layers: list[LazyTensor] = []
+            for part in parts:
+                order: list[int | None] = [*range(len(part.shape))]
+                order.insert(self.dim, None)
+                layers.append(Reordered(part, tuple(order)))
+            _put(rest, _filled(self.target, texts), _checked_joined(layers, self.dim, self))
         return rest
 
     def inverse(self) -> KeyRule:
@@ -294,9 +298,10 @@ class Unstack(KeyRule):
             key = _filled(self.source, texts)
             whole = rest.pop(key)
             dim = _checked_dim(whole, self.dim, key, self)
+            others = tuple(other for other in range(len(whole.shape)) if other != dim)
             for number in range(whole.shape[dim]):
                 name = _filled(self.target, (*texts[:before], str(number), *texts[before:]))
-                _put(rest, name, squeezed(Narrowed(whole, dim, number, 1), dim))
+                _put(rest, name, Reordered(Narrowed(whole, dim, number, 1), others))
         return rest
 
     def inverse(self) -> KeyRule:
@@ -327,7 +332,7 @@ class Transpose(KeyRule):
         first, second = (_checked_dim(tensor, dim, key, self) for dim in self.dims)
         order = list(range(len(tensor.shape)))
         order[first], order[second] = order[second], order[first]
-        return permuted(tensor, order)
+        return Reordered(tensor, tuple(order))
 
 
 # --- templates --------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -122,43 +122,29 @@ class Narrowed(_View):
 
 @dataclass(frozen=True)
 class Reordered(_View):
-    """The elements of ``whole`` in other dims.
+    """``whole`` with its dims in ``order``; None is a new dim of length 1. A dim that is not in ``order`` has length 1, and is dropped.
 
-    inside: the box of ``whole`` with the elements of a box
-    seen:   a tensor of the shape of a box as one of the shape of ``inside`` of it, in the same memory
+    Of shape (4, 1, 3), ``(2, None, 0)`` makes (3, 1, 4).
     """
 
-    shape: tuple[int, ...]
-    inside: Callable[[Box], Box]
-    seen: Callable[[Tensor], Tensor]
+    order: tuple[int | None, ...]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(1 if dim is None else self.whole.shape[dim] for dim in self.order)
 
     def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
-        self.whole.read(self.inside(box), self.seen(out), reader)
-
-
-def permuted(whole: LazyTensor, order: Sequence[int]) -> LazyTensor:
-    """``whole.permute(order)``."""
-    back = [order.index(dim) for dim in range(len(order))]
-
-    def inside(box: Box) -> Box:
-        return Box(tuple(box.start[dim] for dim in back), tuple(box.stop[dim] for dim in back))
-
-    return Reordered(whole, tuple(whole.shape[dim] for dim in order), inside, lambda out: out.permute(back))
-
-
-def unsqueezed(whole: LazyTensor, dim: int) -> LazyTensor:
-    """``whole.unsqueeze(dim)``."""
-    shape = (*whole.shape[:dim], 1, *whole.shape[dim:])
-    return Reordered(whole, shape, lambda box: box.without(dim), lambda out: out.squeeze(dim))
-
-
-def squeezed(whole: LazyTensor, dim: int) -> LazyTensor:
-    """``whole.squeeze(dim)``, of length 1 there."""
-
-    def inside(box: Box) -> Box:
-        return Box((*box.start[:dim], 0, *box.start[dim:]), (*box.stop[:dim], 1, *box.stop[dim:]))
-
-    return Reordered(whole, (*whole.shape[:dim], *whole.shape[dim + 1 :]), inside, lambda out: out.unsqueeze(dim))
+        if box.numel == 0:
+            return
+        places = [self.order.index(dim) if dim in self.order else None for dim in range(len(self.whole.shape))]
+        start = tuple(0 if place is None else box.start[place] for place in places)
+        stop = tuple(1 if place is None else box.stop[place] for place in places)
+        new = [place for place, dim in enumerate(self.order) if dim is None]
+        seen = out.permute(*new, *(place for place in places if place is not None))[(0,) * len(new)]
+        for dim, place in enumerate(places):
+            if place is None:
+                seen = seen.unsqueeze(dim)
+        self.whole.read(Box(start, stop), seen, reader)
 
 
 # --- made of pieces ---------------------------------------------------------------------------------------------------------------

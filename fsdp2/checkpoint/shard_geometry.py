@@ -58,9 +58,6 @@ class Box:
             tuple(stop - zero for stop, zero in zip(self.stop, origin, strict=True)),
         )
 
-    def without(self, dim: int) -> Box:
-        return Box((*self.start[:dim], *self.start[dim + 1 :]), (*self.stop[:dim], *self.stop[dim + 1 :]))
-
     def with_range(self, dim: int, start: int, stop: int) -> Box:
         return Box((*self.start[:dim], start, *self.start[dim + 1 :]), (*self.stop[:dim], stop, *self.stop[dim + 1 :]))
 

@@ -32,7 +32,7 @@ from fsdp2.checkpoint.dcp_write import DigestingWriter
 from fsdp2.checkpoint.failures import on_every_rank
 from fsdp2.ranks import Rank, Ranks, run_ranks
 from harness import cpu_mesh, on_ranks
-from harness.checkpoints import on_rank_0
+from harness.checkpoints import CrashError, crash_at, on_rank_0
 from harness.models import batches, mlp
 from harness.runs import Loader, Net, Run, assert_same_state
 from harness.training import assert_same_bits, fed_own_chunk
@@ -489,31 +489,8 @@ def test_a_folder_that_one_rank_alone_knows_is_an_error_on_all(tmp_path: Path) -
         save_safetensors(model, folder)
 
 
-class CrashError(BaseException):
-    """What nobody catches."""
-
-
-@contextlib.contextmanager
-def crash_at(number: int) -> Iterator[None]:
-    """Raise instead of the call with this number that changes the disk, and at all later ones."""
-    count = 0
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count > number:
-                raise CrashError
-            return call(*args, **kwargs)
-
-        return run
-
-    with contextlib.ExitStack() as stack:
-        for name in ("mkdir", "rename", "replace", "unlink", "open", "rmdir"):
-            stack.enter_context(patch.object(Path, name, counted(getattr(Path, name))))
-        for name in ("fsync", "unlink", "rmdir"):
-            stack.enter_context(patch.object(os, name, counted(getattr(os, name))))
-        yield
+ON_DISK = [(Path, name) for name in ("mkdir", "rename", "replace", "unlink", "open", "rmdir")]
+ON_DISK += [(os, name) for name in ("fsync", "unlink", "rmdir")]  # type: ignore[misc]
 
 
 def test_crash_at_any_change_of_the_disk_leaves_a_whole_checkpoint_and_the_next_save_works(tmp_path: Path) -> None:
@@ -534,7 +511,7 @@ def test_crash_at_any_change_of_the_disk_leaves_a_whole_checkpoint_and_the_next_
             folder.prune()
 
         try:
-            with crash_at(number):
+            with crash_at(number, ON_DISK):
                 save(3)
             finished = True
         except CrashError:

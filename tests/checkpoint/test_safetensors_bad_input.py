@@ -24,7 +24,7 @@ from fsdp2 import FSDPError, fully_shard
 from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
 from fsdp2.checkpoint.file_reading import is_inside
 from harness import cpu_mesh, on_ranks
-from harness.checkpoints import of_every_rank, on_rank_0
+from harness.checkpoints import CrashError, crash_at, of_every_rank, on_rank_0
 from harness.models import mlp
 from harness.sharding import shard_blocks
 
@@ -330,26 +330,6 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
             save_safetensors(model, tmp_path / "closed")
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
-def crash_after(num_calls):
-    """A function that makes other functions raise Killed as soon as they were called ``num_calls`` times together."""
-    left = [num_calls]
-
-    def counted(real):
-        def call(*args, **kwargs):
-            if left[0] == 0:
-                raise Killed
-            left[0] -= 1
-            return real(*args, **kwargs)
-
-        return call
-
-    return counted
-
-
 KINDS = {"single": 10**9, "several": 60, "more": 30}
 
 
@@ -370,21 +350,17 @@ def models(config):
     return both
 
 
-def killed_saves(both, tmp_path, monkeypatch, old, new):
+def killed_saves(both, tmp_path, old, new):
     """Folders in which the second model was saved over the first: each save was killed one call later than the one before."""
-    for crash_at in itertools.count():
-        folder = tmp_path / str(crash_at)
+    for number in itertools.count():
+        folder = tmp_path / str(number)
         saved(both[1], folder, old)
-        counted = crash_after(crash_at)
-        with monkeypatch.context() as patched:
-            for owner, name in ((os, "replace"), (os, "fsync"), (Path, "replace"), (Path, "unlink")):
-                patched.setattr(owner, name, counted(getattr(owner, name)))  # calls after a crash fail as well
-            try:
+        try:
+            with crash_at(number, [(os, "replace"), (os, "fsync"), (Path, "replace"), (Path, "unlink")]):
                 saved(both[2], folder, new)
-                return
-            except Killed:
-                pass
-        yield folder
+            return
+        except CrashError:
+            yield folder
 
 
 def value_in(folder):
@@ -408,14 +384,14 @@ class Config:
 @pytest.mark.parametrize(
     ("old", "new"), [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in itertools.product(KINDS, KINDS)]
 )
-def test_a_crash_at_any_moment_leaves_the_earlier_or_the_new_checkpoint_whole(tmp_path, monkeypatch, old, new, same):
+def test_a_crash_at_any_moment_leaves_the_earlier_or_the_new_checkpoint_whole(tmp_path, old, new, same):
     """After every rename and removal a reader finds one of the two, never a mixture; a save after the crash succeeds.
 
     A config that changes is away until both fit, and comes back with the next save; one that does not is there all the time.
     """
     both = models(lambda value: Config(1 if same else value))
     away = 0
-    for folder in killed_saves(both, tmp_path, monkeypatch, old, new):
+    for folder in killed_saves(both, tmp_path, old, new):
         config = folder / "config.json"
         value = value_in(folder)
         assert value in (1, 2)

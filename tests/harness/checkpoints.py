@@ -1,10 +1,13 @@
-"""For tests of checkpoints: a module of all that is rare, values without shards, a trained optimizer, one rank, all ranks."""
+"""For tests of checkpoints: a module of all that is rare, values without shards, a trained optimizer, one rank, all ranks, crashes."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -73,3 +76,26 @@ def of_every_rank(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+class CrashError(BaseException):
+    """The process ends here: what nobody catches."""
+
+
+@contextlib.contextmanager
+def crash_at(number: int, places: Iterable[tuple[Any, str]]) -> Iterator[None]:
+    """Raise instead of the call with this number, counted from 0, of a function at one of ``places``, and at all later ones."""
+    count = itertools.count()
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if next(count) >= number:
+                raise CrashError
+            return call(*args, **kwargs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(patch.object(owner, name, counted(getattr(owner, name))))
+        yield

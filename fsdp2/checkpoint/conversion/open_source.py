@@ -219,7 +219,7 @@ def _refuse_steps(roots: list[tuple[Path, Any]]) -> None:
     shapes = [{name: each.shape for name, each in tensors.items()} for tensors in of_files]
     if any(each != shapes[0] for each in shapes):
         return  # parts of a flattened state, which its reader knows
-    values = [{name: _ends(each) for name, each in tensors.items() if _is_float(each)} for tensors in of_files]
+    values = [{name: _ends(each) for name, each in tensors.items() if DTYPES[each.dtype].is_floating_point} for tensors in of_files]
     for (path, _), each in zip(roots, values, strict=True):
         differing = [name for name in each if each[name] != values[0][name]]
         if differing:
@@ -231,11 +231,6 @@ def _refuse_steps(roots: list[tuple[Path, Any]]) -> None:
                 file=path,
                 key=differing[0],
             )
-
-
-def _is_float(stored: Stored) -> bool:
-    dtype = DTYPES.get(stored.dtype)
-    return dtype is not None and dtype.is_floating_point
 
 
 def _ends(stored: Stored, nbytes: int = 4096) -> list[bytes]:

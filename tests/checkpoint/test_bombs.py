@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
@@ -174,13 +175,7 @@ def test_a_tensor_that_repeats_its_elements_is_not_written_out(tmp_path: Path) -
     assert "repeats the 1024 bytes" in message
     torch.save({"a": torch.arange(3.0).expand(5, 3)}, tmp_path / "b.pt")
     convert(tmp_path / "b.pt", tmp_path / "b", to="safetensors")
-    assert load_safetensors_file(tmp_path / "b")["a"].equal(torch.arange(3.0).expand(5, 3))
-
-
-def load_safetensors_file(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")  # type: ignore[no-any-return]
+    assert load_file(tmp_path / "b" / "model.safetensors")["a"].equal(torch.arange(3.0).expand(5, 3))
 
 
 def test_one_storage_under_many_names_is_not_written_out_for_each(tmp_path: Path) -> None:

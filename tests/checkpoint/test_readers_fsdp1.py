@@ -21,11 +21,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import CheckpointError, convert, load_checkpoint, open_source
-from fsdp2.checkpoint.file_reading import ByteReader
-from fsdp2.checkpoint.lazy_tensors import LazyTensor, dtype_of
-from fsdp2.checkpoint.shard_geometry import Box
 from harness import cpu_mesh, on_ranks
-from harness.checkpoints import on_rank_0
+from harness.checkpoints import on_rank_0, read, whole
 from harness.models import batches, mlp
 from harness.sharding import shard_blocks
 from harness.training import adamw
@@ -74,18 +71,11 @@ def save(model: Fsdp1, optimizer: Any, folder: Path, kind: StateDictType, rank: 
     dist.barrier()
 
 
-def loaded(lazy: LazyTensor) -> Tensor:
-    values = torch.empty(lazy.shape, dtype=dtype_of(lazy))
-    with ByteReader() as reader:
-        lazy.read(Box.whole(lazy.shape), values, reader)
-    return values
-
-
 def assert_is_the_unsharded_one(source: Any, full: dict[str, Tensor], with_optimizer: bool = True) -> None:
     model, optimizer = trained_unsharded()
     assert list(source.model) == list(model.state_dict())
     for name, param in model.named_parameters():
-        value = loaded(source.model[name])
+        value = read(source.model[name])
         assert torch.equal(value, full[name]), name
         torch.testing.assert_close(value, param.detach(), atol=1e-6, rtol=1e-5)
     if not with_optimizer:
@@ -95,7 +85,7 @@ def assert_is_the_unsharded_one(source: Any, full: dict[str, Tensor], with_optim
     assert source.optimizer["state"].keys() == dict(model.named_parameters()).keys()
     for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items():
-            torch.testing.assert_close(loaded(source.optimizer["state"][name][key]), value, atol=1e-7, rtol=1e-5)
+            torch.testing.assert_close(read(source.optimizer["state"][name][key]), value, atol=1e-7, rtol=1e-5)
 
 
 def full_params(model: Fsdp1) -> dict[str, Tensor]:
@@ -160,10 +150,6 @@ def test_two_ranks_of_fsdp1_become_four_of_fsdp2_of_either_kind_and_none(tmp_pat
             torch.testing.assert_close(whole(param), other.detach(), atol=1e-6, rtol=1e-5, msg=name)
             for key, value in expected_optimizer.state[other].items():
                 torch.testing.assert_close(whole(loaded_optimizer.state[param][key]), value, atol=1e-7, rtol=1e-5)
-
-
-def whole(value: Any) -> Tensor:
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
 
 
 @on_ranks(2)

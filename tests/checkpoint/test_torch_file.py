@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint import CheckpointError, convert, dcp_read, load_checkpoint, open_source, save_safetensors, torch_file
 from fsdp2.checkpoint.file_reading import ByteReader, bytes_of
-from fsdp2.checkpoint.lazy_tensors import NAMES, dtype_of
+from fsdp2.checkpoint.lazy_tensors import NAMES
 from fsdp2.checkpoint.shard_geometry import Box
 from fsdp2.checkpoint.torch_file import described, read_torch_file
+from harness.checkpoints import read
 
 
 def written(tensor: Tensor) -> tuple[bytes, int]:
@@ -140,21 +141,12 @@ def test_a_flipped_bit_in_a_zip_s_structure_gives_the_values_or_an_error(of: str
             mutant[place] ^= 1 << bit
             damaged.write_bytes(mutant)
             try:
-                found = values_in(damaged)
+                found = {name: read(lazy) for name, lazy in read_torch_file(damaged).items()}
             except CheckpointError:
                 continue
             if found.keys() != state.keys() or not all(torch.equal(found[name], state[name]) for name in state):
                 wrong.append((place, bit))
     assert not wrong
-
-
-def values_in(path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    with ByteReader() as reader:
-        for name, lazy in read_torch_file(path).items():
-            found[name] = torch.empty(lazy.shape, dtype=dtype_of(lazy))
-            lazy.read(Box.whole(lazy.shape), found[name], reader)
-    return found
 
 
 def test_a_name_that_a_zip_has_twice_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp2.checkpoint.file_reading import ByteReader
+from fsdp2.checkpoint.lazy_tensors import LazyTensor, dtype_of
+from fsdp2.checkpoint.shard_geometry import Box
+
 from .models import batches
 from .training import adamw, fed_own_chunk
 
@@ -54,6 +58,14 @@ def whole(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.detach().full_tensor().cpu()
     return value.detach().clone().cpu() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def read(lazy: LazyTensor) -> Tensor:
+    """All of it, from its files."""
+    values = torch.empty(lazy.shape, dtype=dtype_of(lazy))
+    with ByteReader() as reader:
+        lazy.read(Box.whole(lazy.shape), values, reader)
+    return values
 
 
 def trained(model: nn.Module, make_optimizer: Any = adamw, inputs: list[Tensor] | None = None) -> Optimizer:

@@ -74,7 +74,9 @@ def test_safetensors_there_and_back(hidden: int, world_size: int, tmp_path: Path
     assert_same_values(model, hidden)
 
 
-def checkpointed(hidden: int, world_size: int, folder: Path) -> None:
+@on_ranks(4, 6)
+@pytest.mark.parametrize("hidden", [5, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (9, 7, 13))])
+def test_checkpointer(hidden: int, world_size: int, tmp_path: Path) -> None:
     """Into the same cut, and by DCP into an unsharded model."""
     model = cut_twice(hidden, world_size)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -83,7 +85,7 @@ def checkpointed(hidden: int, world_size: int, folder: Path) -> None:
     optimizer.step()
     expected = [param.full_tensor() for param in model.parameters()]
     moments = [optimizer.state[param]["exp_avg"].full_tensor() for param in model.parameters()]
-    with Checkpointer(folder, model, optimizer) as checkpointer:
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
         checkpointer.save(1)
         checkpointer.wait()
         spoil(model)
@@ -97,18 +99,6 @@ def checkpointed(hidden: int, world_size: int, folder: Path) -> None:
     dcp.load(state, checkpoint_id=path)
     for found, value in zip(state["model"].values(), expected, strict=True):
         assert torch.equal(found, value)
-
-
-@on_ranks(4)
-def test_checkpointer_on_four_ranks(world_size: int, tmp_path: Path) -> None:
-    checkpointed(5, world_size, tmp_path)
-
-
-@pytest.mark.slow
-@on_ranks(6)
-@SIX
-def test_checkpointer(hidden: int, world_size: int, tmp_path: Path) -> None:
-    checkpointed(hidden, world_size, tmp_path)
 
 
 @pytest.mark.slow

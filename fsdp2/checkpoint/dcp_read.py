@@ -301,7 +301,7 @@ def read_dcp(folder: Path) -> State:
 
 
 class DcpChunks:
-    """Where the values of a folder's keys lie. metadata: of ``read_metadata``, which has found a file for each of their elements"""
+    """Where the values of a folder's keys lie."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
@@ -312,7 +312,7 @@ class DcpChunks:
         """A tensor is lazy. Raises: CheckpointError, as all methods do"""
         if isinstance(self._metadata.state_dict_metadata[key], TensorStorageMetadata):
             return self._tensor(key)
-        info = self._infos[key, ()]
+        info = self._info(key)
         return read_torch_file(self._folder / info.relative_path, info.offset, info.length)
 
     def read(self, key: str, box: Box, out: Tensor, reader: ByteReader) -> None:
@@ -330,7 +330,7 @@ class DcpChunks:
 
     def unpacked(self, key: str, offsets: tuple[int, ...] = ()) -> Any:
         """A value other than a tensor, or a tensor's chunk: a file of ``torch.save``."""
-        info = self._infos[key, offsets]
+        info = self._info(key, offsets)
         path = self._folder / info.relative_path
         with readable(path, key), open_regular(path) as file:
             file.seek(info.offset)
@@ -347,7 +347,7 @@ class DcpChunks:
         if not isinstance(entry, TensorStorageMetadata) or boxes is None:
             return {info.relative_path for (name, _), info in self._infos.items() if name == key}
         places = [place for place in map(box_of, entry.chunks) if any(place.intersect(box).numel for box in boxes)]
-        return {self._infos[key, place.start].relative_path for place in places}
+        return {self._info(key, place.start).relative_path for place in places}
 
     def _tensor(self, key: str) -> Assembled:
         entry = self._metadata.state_dict_metadata[key]
@@ -357,8 +357,19 @@ class DcpChunks:
             expected = "a dtype that safetensors knows"
             raise failure(f"{key} has dtype {dtype}", expected=expected, fix="convert it", file=self._folder, key=key)
         parts = []
-        for box in map(box_of, entry.chunks):
-            info = self._infos.get((key, box.start))
-            if info is not None:  # a chunk without elements needs no file
-                parts.append((box, Chunk(self._folder / info.relative_path, key, dtype, box.shape, info.offset, info.length)))
+        for box in map(box_of, entry.chunks):  # which cover it, see ``check_metadata``
+            info = self._info(key, box.start)
+            parts.append((box, Chunk(self._folder / info.relative_path, key, dtype, box.shape, info.offset, info.length)))
         return Assembled(shape, tuple(parts))
+
+    def _info(self, key: str, offsets: tuple[int, ...] = ()) -> Any:
+        info = self._infos.get((key, offsets))
+        if info is None:
+            what = f"the chunk at {offsets}" if offsets else "the bytes"
+            raise failure(
+                f"{self._folder} does not have {what} of {key}",
+                expected="all files of one save",
+                file=self._folder / METADATA,
+                key=key,
+            )
+        return info

@@ -33,18 +33,18 @@ class Calls:
         self._listeners: list[Callable[..., None]] = []
         self._usual: list[tuple[Any, str, Any]] = []
 
-    def listen(self, listener: Callable[..., None]) -> None:
-        """Call ``listener`` at each call in this process, until ``ignore``."""
+    def listen(self, listener: Callable[..., None]) -> Callable[[], None]:
+        """Call ``listener`` at each call in this process. Returns a function that ends it."""
         self._listeners.append(listener)
-        if self._usual:
-            return
-        for owner, name, told in self._places():
-            usual = getattr(owner, name)
-            self._usual.append((owner, name, usual))
-            setattr(owner, name, self._heard(usual, told))
+        if not self._usual:
+            for owner, name, told in self._places():
+                usual = getattr(owner, name)
+                self._usual.append((owner, name, usual))
+                setattr(owner, name, self._heard(usual, told))
+        return functools.partial(self._ignore, listener)
 
-    def ignore(self, listener: Callable[..., None]) -> None:
-        """Do not call ``listener`` any more. With the last one all functions are as they were."""
+    def _ignore(self, listener: Callable[..., None]) -> None:
+        """With the last listener all functions are as they were."""
         self._listeners.remove(listener)
         while self._usual and not self._listeners:
             setattr(*self._usual.pop())

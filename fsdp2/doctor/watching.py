@@ -145,8 +145,7 @@ class watch(UntilStopped):  # noqa: N801 (called as a function is)
             (hearing.metrics, self._on_metric),
             (hearing.losses, self._on_loss),
         ):
-            calls.listen(listener)
-            undo.callback(calls.ignore, listener)
+            undo.callback(calls.listen(listener))
 
     @property
     def report(self) -> Report:

@@ -7,15 +7,14 @@ a loss of ``torch.nn.functional`` gets: of a mean over n tokens, the n-th part o
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..doctor import hearing
 from ..doctor.finding import Finding, Report
 from ..doctor.gradient_scale import Certificate, Probe, certificate, gradients_heard, received, reductions
 from ..doctor.inspected import inspect
@@ -42,10 +41,7 @@ class Scales:
         self._undo.callback(model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         for unit in self.inspected.units:
             self._undo.callback(unit.on_backward_end(self._note))
-        for name in _LOSSES:
-            usual = getattr(F, name)
-            setattr(F, name, self._heard(name, usual))
-            self._undo.callback(setattr, F, name, usual)
+        self._undo.callback(hearing.losses.listen(self._hear))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._received and all(param.sharded.grad is None for param in self.inspected.params):  # cleared: no step took them
@@ -60,17 +56,11 @@ class Scales:
         self._accumulates |= any(unit.accumulates() for unit in self.inspected.units)
         self._received = received(self.inspected.groups)
 
-    def _heard(self, name: str, usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(usual)
-        def loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            made = usual(input, target, *args, **kwargs)
-            if made.requires_grad and not args and kwargs.get("weight") is None and not torch.compiler.is_compiling():
-                self._hear(name, made, target, kwargs)
-            return made
-
-        return loss
-
-    def _hear(self, name: str, made: Tensor, target: Tensor, options: dict[str, Any]) -> None:
+    def _hear(self, name: str, given: tuple[Any, ...], options: dict[str, Any], made: Tensor) -> None:
+        """A loss was ``made`` of ``given``: an input and a target."""
+        if name not in _LOSSES or len(given) > 2 or options.get("weight") is not None or not made.requires_grad:
+            return
+        target: Tensor = given[1] if len(given) > 1 else options["target"]
         probe = self._probes.setdefault(name, Probe())
         reduction, values = options.get("reduction", "mean"), made.detach()
         if reduction != "none":

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -27,6 +26,7 @@ from .. import optim, reference
 from ..agreed.guarded import StepOutcome
 from ..doctor.replicas import digest
 from ..errors import OrderError
+from ..inspect import exchange
 from ..installation import install
 
 
@@ -150,16 +150,10 @@ def _accumulate(model: nn.Module, last: bool = False) -> contextlib.AbstractCont
     return _with_all(model, is_synchronized=last)
 
 
-def _of_all_ranks(value: Any) -> list[Any]:
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 @contextlib.contextmanager
 def _uneven(model: nn.Module) -> Iterator[Any]:
     yield _Work(model)
-    if any(each is not None for each in _of_all_ranks(None)):
+    if any(each is not None for each in exchange(None)):
         raise OrderError("a rank has left its loop before the others", expected="work.stop()", fix="call it in place of break")
 
 
@@ -176,7 +170,7 @@ class _Work:
         while True:
             own = [] if self._stops else list(itertools.islice(source, micro_batches))
             counted = math.fsum(1.0 if count is None else float(count(each)) for each in own)
-            rows = _of_all_ranks((len(own), counted, self._stops, own[:1]))
+            rows = exchange((len(own), counted, self._stops, own[:1]))
             if None in rows:
                 raise OrderError("a rank has left its loop before the others", expected="work.stop()", fix="call it in place of break")
             num_rounds = max(number for number, *_ in rows)
@@ -224,7 +218,7 @@ def _guarded_step(
     held = [param for group in optimizer.param_groups for param in group["params"]]
     norm = fsdp2.get_total_norm([param.grad for param in held if param.grad is not None])
     mine = 2 if failed is not None else int(not norm.isfinite())
-    numbers = _of_all_ranks(mine)
+    numbers = exchange(mine)
     told = norm if max_norm is not None else None
     if worst := max(numbers):
         if scaler is not None:

@@ -10,7 +10,6 @@ before each collective: both are there however the rank ends.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import pickle
 import random
@@ -78,8 +77,7 @@ class Teller(Patient):
     def run(self, script: Callable[[], object]) -> None:
         with contextlib.ExitStack() as undo:
             undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            hearing.backwards.listen(self._on_backward)
-            undo.callback(hearing.backwards.ignore, self._on_backward)
+            undo.callback(hearing.backwards.listen(self._on_backward))
             super().run(script)
 
     def _tell(self, kind: str, step: int, **said: Any) -> None:
@@ -133,7 +131,8 @@ class Witness(Teller):
         return on_the_reference(REFERENCES[self.role]) if self.role in REFERENCES else contextlib.nullcontext()
 
     def run(self, script: Callable[[], object]) -> None:
-        with _collectives_told(self._on_collective), contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo:
+            undo.callback(collectives.listen(self._on_collective))
             undo.callback(listen(_Places(self)))
             super().run(script)
 
@@ -353,32 +352,29 @@ _ANY_SIZE = ("all_gather", "all_to_all", "all_to_all_single", "gather", "scatter
 _FUNCTIONAL = ("all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
 
 
-@contextlib.contextmanager
-def _collectives_told(tell: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """Inside, ``tell`` hears of each collective of torch.distributed before it is issued: its name, process group, and tensor."""
+def _told_of(name: str, usual: Callable[..., Any]) -> Callable[..., tuple[str, Any, Any] | None]:
+    """From the arguments of ``usual``: its name, process group and tensor; None outside of a program's own process groups."""
+    signature = inspect.signature(usual)
 
-    def told(usual: Callable[..., Any], name: str) -> Callable[..., Any]:
-        signature = inspect.signature(usual)
+    def told(*args: Any, **kwargs: Any) -> tuple[str, Any, Any] | None:
+        if not dist.is_initialized() or torch.compiler.is_compiling():
+            return None
+        group = signature.bind(*args, **kwargs).arguments.get("group")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            return None
+        return name, group, args[0] if args and name in _SAME_SIZE else None
 
-        @functools.wraps(usual)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if dist.is_initialized() and not torch.compiler.is_compiling():
-                group = signature.bind(*args, **kwargs).arguments.get("group")
-                if group is None or isinstance(group, dist.ProcessGroup):
-                    tell(name, group, args[0] if args and name in _SAME_SIZE else None)
-            return usual(*args, **kwargs)
+    return told
 
-        return call
 
-    with contextlib.ExitStack() as undo:
-        owners: list[tuple[Any, tuple[str, ...]]] = [(dist, (*_SAME_SIZE, *_ANY_SIZE)), (functional, _FUNCTIONAL)]
-        for owner, name in [(owner, name) for owner, names in owners for name in names if hasattr(owner, name)]:
-            usual = getattr(owner, name)
-            heard = told(usual, name)
-            for home in (owner, dist.distributed_c10d) if owner is dist else (owner,):
-                undo.callback(setattr, home, name, usual)
-                setattr(home, name, heard)
-        yield
+def _places() -> Iterator[hearing.Place]:
+    names = (*_SAME_SIZE, *_ANY_SIZE)
+    for owner, known in ((dist, names), (dist.distributed_c10d, names), (functional, _FUNCTIONAL)):
+        yield from ((owner, name, _told_of(name, getattr(owner, name))) for name in known if hasattr(owner, name))
+
+
+collectives = hearing.Calls(_places)
+"""The collectives of torch.distributed, before they are issued: name, process group, and tensor."""
 
 
 __all__ = ["REFERENCES", "Healthy", "Program", "Witness", "read_events", "resumed_rank", "run_rank", "witness_rank"]

@@ -189,8 +189,8 @@ def test_of_many_ranks_the_slowest_are_drawn_first_and_a_line_names_them(tmp_pat
     assert len(drawn) == 32
     assert timeline(run)["layout"]["yaxis"]["categoryarray"][-1] == "rank 37  main thread"
     assert main(["report", str(folder)]) == 0
-    page = (folder / "report.html").read_text()
-    assert "Slow ranks, by a step&#x27;s time without waits: rank 37 with 100.0 ms; the median of 64 ranks is" in page
+    page = html.unescape((folder / "report.html").read_text())
+    assert "Slow ranks, by a step's time without waits: rank 37 with 100.0 ms; the median of 64 ranks is" in page
     assert "16 of 64 ranks are drawn, the slowest first." in page
 
 

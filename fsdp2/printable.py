@@ -12,8 +12,10 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def printable(text: str) -> str:
@@ -47,6 +49,14 @@ def of_ranks(ranks: Iterable[int]) -> str:
             spans.append([rank])
     names = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
     return f"{'rank' if sum(map(len, spans)) == 1 else 'ranks'} {', '.join(names)}"
+
+
+def alike(said: Mapping[int, T]) -> list[tuple[T, list[int]]]:
+    """``alike({0: "a", 1: "b", 2: "a"}) == [("a", [0, 2]), ("b", [1])]``: what ranks say, and which say it, the lowest rank first."""
+    found: dict[T, list[int]] = {}
+    for rank in sorted(said):
+        found.setdefault(said[rank], []).append(rank)
+    return list(found.items())
 
 
 def say(text: str) -> None:

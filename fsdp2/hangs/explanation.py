@@ -8,10 +8,10 @@ must make and that only some have made.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TypeVar
 
-from ..printable import of_ranks
-from .report import Item, Report
+from ..inspect import Record, Stage
+from ..printable import alike, of_ranks
+from .report import Report
 
 
 def explain(
@@ -38,10 +38,10 @@ def explain(
     lines += _missing_calls(reports)
     if not lines:
         places = {rank: _place(report) for rank, report in reports.items()}
-        lines = [f"{_waiting(ranks)} in no collective of fsdp2, {place}" for place, ranks in _alike(places)]
+        lines = [f"{_waiting(ranks)} in no collective of fsdp2, {place}" for place, ranks in alike(places)]
     stacks = {rank: report.stacks for rank, report in reports.items()}
     where = {rank: f"{report.host}, pid {report.pid}" for rank, report in reports.items()}
-    for stack, ranks in _alike(stacks):
+    for stack, ranks in alike(stacks):
         lines.append(f"--- Python stacks of {of_ranks(ranks)} ({'; '.join(where[rank] for rank in ranks[:4])})\n{stack}")
     return "\n".join(lines)
 
@@ -61,9 +61,9 @@ def _groups(reports: Mapping[int, Report]) -> dict[str, tuple[int, ...]]:
     return {name: ranks for report in reports.values() for name, ranks in report.ranks.items()}
 
 
-def _by_number(reports: Mapping[int, Report], group: str) -> dict[int, dict[int, Item]]:
-    """Items of a process group, by number and rank."""
-    found: dict[int, dict[int, Item]] = {}
+def _by_number(reports: Mapping[int, Report], group: str) -> dict[int, dict[int, Record]]:
+    """Records of a process group, by number and rank."""
+    found: dict[int, dict[int, Record]] = {}
     for rank, report in reports.items():
         for item in report.items:
             if item.group == group:
@@ -77,7 +77,7 @@ def _mismatches(reports: Mapping[int, Report]) -> dict[str, str]:
     for group in _groups(reports):
         for number, items in sorted(_by_number(reports, group).items()):
             sent = {rank: item.sent for rank, item in items.items()}
-            groups = _alike(sent)
+            groups = alike(sent)
             if len(groups) > 1:
                 said = "; ".join(f"{of_ranks(ranks)} {_name(items[ranks[0]], full=True)}" for _, ranks in groups)
                 lines[group] = f"ranks have not issued the same collective #{number}: {said}"
@@ -92,23 +92,23 @@ def _waits(reports: Mapping[int, Report], parted: Collection[str]) -> list[str]:
     """
     lines = []
     for group, members in _groups(reports).items():
-        waiting: dict[int, Item] = {}
-        last: dict[int, Item] = {}
+        waiting: dict[int, Record] = {}
+        last: dict[int, Record] = {}
         for rank, report in reports.items():
             own = [item for item in report.items if item.group == group]
             if own:
                 last[rank] = own[-1]
-            waited_for = [item for item in own if item.waited_for]
+            waited_for = [item for item in own if item.is_waited_for]
             if waited_for:
                 waiting[rank] = waited_for[0]
         for number in sorted({item.number for item in waiting.values()}):
             there = [rank for rank, item in waiting.items() if item.number == number]
             item = waiting[there[0]]
             names = {rank: f"{_name(waiting[rank])} (step {waiting[rank].step}, #{number})" for rank in there}
-            lines += [f"{_waiting(ranks)} in {name}" for name, ranks in _alike(names)]
+            lines += [f"{_waiting(ranks)} in {name}" for name, ranks in alike(names)]
             absent = [rank for rank in members if rank in reports and (rank not in last or last[rank].number < number)]
             places = {rank: _absence(reports[rank], item) for rank in absent}
-            lines += [f"  {of_ranks(ranks)} {said}" for said, ranks in _alike(places)]
+            lines += [f"  {of_ranks(ranks)} {said}" for said, ranks in alike(places)]
             if group not in parted and not absent and set(members) <= set(reports) and len(there) == len(members):
                 lines.append("  all of its ranks are in it: the network, the backend or the device does not go on")
     return lines
@@ -129,11 +129,11 @@ def _missing_calls(reports: Mapping[int, Report]) -> Iterator[str]:
             )
 
 
-def _absence(report: Report, item: Item) -> str:
+def _absence(report: Report, item: Record) -> str:
     """Where a rank is that has not entered the collective ``item``."""
     entered = (item.phase, item.unit) in report.entered
     never = f"never entered {item.phase} of {item.unit}" if item.unit and not entered else "has not entered it"
-    finished = [each for each in report.items if each.ended and each.group == item.group]
+    finished = [each for each in report.items if each.stage is Stage.DONE and each.group == item.group]
     last = f"last finished {_name(finished[-1])} (step {finished[-1].step}, #{finished[-1].number})" if finished else "finished none"
     return f"{never}: {_place(report)}; {last}"
 
@@ -146,20 +146,9 @@ def _place(report: Report) -> str:
     return f"in {phase} of {unit}" if phase else "outside of forward and backward"
 
 
-def _name(item: Item, full: bool = False) -> str:
+def _name(item: Record, full: bool = False) -> str:
     unit = f" of {item.unit} in {item.phase}" if item.unit else ""
     return f"{item.kind}{unit}" + (f", {item.numel} x {item.dtype}" if full else "")
-
-
-T = TypeVar("T")
-
-
-def _alike(said: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """Each different report, and the ranks that gave it; the lowest rank first."""
-    found: dict[T, list[int]] = {}
-    for rank in sorted(said):
-        found.setdefault(said[rank], []).append(rank)
-    return list(found.items())
 
 
 def _waiting(ranks: Sequence[int]) -> str:

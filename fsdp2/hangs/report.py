@@ -10,28 +10,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 
 import torch
 
-from ..inspect import CollectiveLog, Issued, Stage
+from ..inspect import CollectiveLog, Record, Stage
 from ..torch_names import torch_tensors
 from . import joint_calls
 
 LAST = 128
 """How many records of each process group a report has."""
-
-
-@dataclass(slots=True)
-class Item(Issued):
-    """A record of ``CollectiveLog``, as other ranks get it. ended: it is complete; waited_for: the host, or a device, waits for it"""
-
-    ended: bool
-    waited_for: bool
-
-
-_ISSUED = [each.name for each in fields(Issued)]
 
 
 @dataclass(frozen=True)
@@ -48,7 +37,7 @@ class Report:
     place: tuple[str, str]
     entered: list[tuple[str, str]] = field(default_factory=list)
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    items: list[Item] = field(default_factory=list)
+    items: list[Record] = field(default_factory=list)
     stacks: str = ""
     failed: tuple[str, str] = ("", "")
     call: str = ""
@@ -65,18 +54,16 @@ class Report:
         values["entered"] = [tuple(each) for each in values["entered"]]
         values["ranks"] = {name: tuple(ranks) for name, ranks in values["ranks"].items()}
         values["of_call"] = tuple(values["of_call"])
-        values["items"] = [Item(**item) for item in values["items"]]
+        values["items"] = [Record(**{**item, "stage": Stage(item["stage"])}) for item in values["items"]]
         return cls(**values)
 
 
 def report_of(rank: int, log: CollectiveLog) -> Report:
     """Make the report of this rank, in any thread."""
-    by_group: dict[str, list[Item]] = {}
+    by_group: dict[str, list[Record]] = {}
     for record in list(log.records):
-        ended = record.has_ended()
-        waited_for = not ended and record.stage in (Stage.WAITING, Stage.QUEUED)
-        of_record = {name: getattr(record, name) for name in _ISSUED}
-        by_group.setdefault(record.group, []).append(Item(**of_record, ended=ended, waited_for=waited_for))
+        record.has_ended()  # asks the device, and notes its answer
+        by_group.setdefault(record.group, []).append(replace(record, passed=None))
     items = [item for each in by_group.values() for item in each[-LAST:]]
     call = joint_calls.current
     return Report(

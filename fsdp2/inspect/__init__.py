@@ -37,13 +37,12 @@ from ..core.modules.unmanaged_parameters import plain_parameters
 from ..errors import FSDPError
 from ..torch_names import torch_tensors
 from . import events, torch_fsdp2
-from .events import CollectiveLog, Issued, Listener, Record, Stage, at_disk
+from .events import CollectiveLog, Listener, Record, Stage, at_disk
 from .views import Group, Kind, Parameter, Unit, local_of, storages_of
 
 __all__ = [
     "CollectiveLog",
     "Group",
-    "Issued",
     "Kind",
     "Listener",
     "Owner",

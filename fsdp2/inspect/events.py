@@ -13,6 +13,7 @@ Worked example, one group of a rank that waits in backward:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.comm import collective_log
-from ..core.comm.streams import Event, Stream, Streams
+from ..core.comm.streams import Stream, Streams
 from ..torch_names import torch_autograd
 from . import torch_fsdp2
 
@@ -41,14 +42,15 @@ class Stage(str, Enum):
 
 
 @dataclass(slots=True)
-class Issued:
-    """One collective of a rank, as other ranks can compare it with theirs.
+class Record:
+    """One collective of a rank, as other ranks can compare it with theirs, and how far it has come.
 
     number: among those of its process group since the log was switched on, from 1; equal on all its ranks
     group:  name of the process group, equal on all its ranks
     kind:   "all-gather", "reduce-scatter", "all-reduce", or another name for its purpose
     unit:   name of the unit; "" if it belongs to no unit
     numel:  of the whole buffer, padding included
+    passed: on a device, whether its stream has passed it
     """
 
     number: int
@@ -59,19 +61,18 @@ class Issued:
     step: int
     numel: int
     dtype: str
+    stage: Stage = Stage.ISSUED
+    passed: Callable[[], bool] | None = None
 
     @property
     def sent(self) -> tuple[str, str, str, int, str]:
         """The fields that must be equal on all ranks."""
         return self.kind, self.unit, self.phase, self.numel, self.dtype
 
-
-@dataclass(slots=True)
-class Record(Issued):
-    """One collective of this rank, and how far it has come. passed: on a device, whether its stream has passed it"""
-
-    stage: Stage = Stage.ISSUED
-    passed: Callable[[], bool] | None = None
+    @property
+    def is_waited_for(self) -> bool:
+        """The host, or a device, waits for it."""
+        return self.stage in (Stage.WAITING, Stage.QUEUED)
 
     def has_ended(self) -> bool:
         if self.stage is Stage.QUEUED and self.passed is not None and self.passed():
@@ -166,7 +167,7 @@ class CollectiveLog:
         if streams is None or streams.host_waits or streams.is_capturing():
             record.stage = Stage.DONE
             return
-        record.passed = _passed(streams, streams.mark(stream))
+        record.passed = functools.partial(streams.has_passed, streams.mark(stream))
         record.stage = Stage.QUEUED
 
     def enter(self, phase: str, unit: str) -> None:
@@ -199,10 +200,6 @@ class CollectiveLog:
         self.moves += 1
         for listener in listeners:
             listener.leaves()
-
-
-def _passed(streams: Streams, event: Event) -> Callable[[], bool]:
-    return lambda: streams.has_passed(event)
 
 
 _watched: tuple[CollectiveLog, ...] = ()  # those of ``switched_on``: the last comes first, because it numbers collectives from there

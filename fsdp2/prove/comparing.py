@@ -13,12 +13,14 @@ zero but for rounding (biases under a norm) have no other scale.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..inspector.difference import limit
+from ..printable import alike, of_ranks
 from .parts import Seen
 
 MARGIN = 8.0
@@ -85,9 +87,13 @@ def _wrong_beginnings(real: Events, reference: Events) -> Iterator[Difference]:
             if other is not None and own.made.checksum != other.made.checksum and own.distance(other) > 1e-6 * other.made.norm:
                 wrong[name] = copy
     if wrong:
-        more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
-        said = f"{next(iter(wrong))} begins with other values than it had when fully_shard was called{more}"
+        said = f"{next(iter(wrong))} begins with other values than it had when fully_shard was called{_and_more(wrong)}"
         yield Difference(1, "parameters", tuple(wrong), tuple(sorted(set(wrong.values()))), said)
+
+
+def _and_more(names: Collection[str]) -> str:
+    """After the first of ``names``: how many others there are."""
+    return f", and {len(names) - 1} more like it" if len(names) > 1 else ""
 
 
 def _compare_losses(found: Compared, real: Events, reference: Events, exact: Events | None, is_whole: bool) -> None:
@@ -167,8 +173,7 @@ class _Tensors:
             names = tuple(dict.fromkeys(name for _, _, name, _ in each))
             ranks = tuple(sorted({copy for *_, copy in each}))
             worst = max(each, key=lambda found: found[0])
-            said = f"{worst[2]} {worst[1]}" + (f", and {len(names) - 1} more like it" if len(names) > 1 else "")
-            self._found.differences.append(Difference(step, phase, names, ranks, said))
+            self._found.differences.append(Difference(step, phase, names, ranks, f"{worst[2]} {worst[1]}{_and_more(names)}"))
 
     def _difference(
         self, phase: str, name: str, ours: Seen | None, theirs: Seen | None, full: Seen | None, copy: int, mean_square: float
@@ -237,8 +242,7 @@ def first_that_ranks_do_not_share(reference: Events) -> Difference | None:
         if wrong:
             name, ranks = next(iter(wrong.items()))
             why = ": no fully_shard call averages its gradients" if name in alone else ""
-            more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
-            said = f"{name} differs between these ranks of the reference, where each rank keeps all of it{why}{more}"
+            said = f"{name} differs between these ranks of the reference, where each rank keeps all of it{why}{_and_more(wrong)}"
             return Difference(key[0], "parameters", tuple(wrong), tuple(sorted(ranks)), said)
     return None
 
@@ -257,25 +261,12 @@ def first_differing_call(calls: Mapping[int, Sequence[str]]) -> str | None:
             by_group.setdefault(ranks, {}).setdefault(rank, []).append(said + "".join(f" ({where})" for where in place if where))
     for ranks, of_rank in by_group.items():
         members = [int(each) for each in ranks.split(",")]
-        length = max(map(len, of_rank.values()))
-        for number in range(length):
-            here = {rank: _at(of_rank.get(rank, []), number) for rank in members}
-            if len({each.partition(" (")[0] for each in here.values()}) > 1:
-                told = "; ".join(f"{who} {what}" for what, who in _by_value(here))
-                return f"collective {number + 1} of ranks {ranks} is not the same: {told}"
+        by_number = itertools.zip_longest(*(of_rank.get(rank, []) for rank in members), fillvalue="none")
+        for number, here in enumerate(by_number, 1):
+            if len({each.partition(" (")[0] for each in here}) > 1:
+                told = "; ".join(f"{of_ranks(who)}: {what}" for what, who in alike(dict(zip(members, here, strict=True))))
+                return f"collective {number} of ranks {ranks} is not the same: {told}"
     return None
-
-
-def _at(lines: Sequence[str], number: int) -> str:
-    return lines[number] if number < len(lines) else "none"
-
-
-def _by_value(here: Mapping[int, str]) -> Iterator[tuple[str, str]]:
-    values: dict[str, list[int]] = {}
-    for rank, value in here.items():
-        values.setdefault(value, []).append(rank)
-    for value, ranks in values.items():
-        yield value, f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:"
 
 
 __all__ = ["MARGIN", "Compared", "Difference", "Events", "compare", "first_differing_call", "first_that_ranks_do_not_share"]

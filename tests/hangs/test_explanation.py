@@ -4,11 +4,12 @@ from dataclasses import replace
 
 from fsdp2.hangs.explanation import explain
 from fsdp2.hangs.patience import Patience, Sign
-from fsdp2.hangs.report import Item, Report
+from fsdp2.hangs.report import Report
+from fsdp2.inspect import Record, Stage
 
 
-def item(number, kind="all-gather", unit="layers.0", phase="forward", numel=96, *, step=12, ended=True, waited_for=False):
-    return Item(number, "group", kind, unit, phase, step, numel, "float32", ended, waited_for)
+def item(number, kind="all-gather", unit="layers.0", phase="forward", numel=96, *, step=12, stage=Stage.DONE):
+    return Record(number, "group", kind, unit, phase, step, numel, "float32", stage)
 
 
 def report(rank, place, *items, entered=(), stacks="thread MainThread"):
@@ -16,7 +17,7 @@ def report(rank, place, *items, entered=(), stacks="thread MainThread"):
 
 
 def test_who_waits_where_and_who_never_came():
-    waits = item(214, "reduce-scatter", "layers.7", "backward", ended=False, waited_for=True)
+    waits = item(214, "reduce-scatter", "layers.7", "backward", stage=Stage.WAITING)
     behind = item(213, unit="layers.8", phase="backward")
     reports = {rank: report(rank, ("backward", "layers.7"), behind, waits) for rank in (0, 2, 3)}
     reports[1] = report(1, ("backward", "layers.8"), behind, entered=[("backward", "layers.8")])
@@ -54,7 +55,7 @@ def test_the_first_collective_for_which_ranks_send_something_else():
 
 
 def test_a_rank_that_does_not_answer_comes_first():
-    waits = item(1, ended=False, waited_for=True)
+    waits = item(1, stage=Stage.WAITING)
     reports = {rank: report(rank, ("forward", "layers.0"), waits) for rank in (0, 1, 2)}
     first, second, *rest = explain(reports, 4, {3: 31.2}).splitlines()
     assert first == "rank 3 does not answer (its last sign was 31 s ago): its process is gone, or stopped"
@@ -70,7 +71,7 @@ def test_a_rank_that_does_not_answer_comes_first():
 def test_where_ranks_sent_different_things_each_wait_has_its_name_and_the_network_is_not_blamed():
     reports = {}
     for rank in range(4):
-        waits = item(2, unit="layers.1" if rank else "layers.0", ended=False, waited_for=True)
+        waits = item(2, unit="layers.1" if rank else "layers.0", stage=Stage.WAITING)
         reports[rank] = report(rank, ("forward", "layers.0"), item(1), waits)
     first, *waits = explain(reports, 4, {}).splitlines()[:3]
     assert first.startswith("ranks have not issued the same collective #2: ")
@@ -82,14 +83,14 @@ def test_where_ranks_sent_different_things_each_wait_has_its_name_and_the_networ
 
 
 def test_a_rank_that_failed_in_forward_is_said_to_have_failed_there():
-    waits = item(2, unit="layers.1", ended=False, waited_for=True)
+    waits = item(2, unit="layers.1", stage=Stage.WAITING)
     reports = {rank: report(rank, ("forward", "layers.1"), item(1), waits) for rank in range(3)}
     reports[3] = replace(report(3, ("", ""), item(1)), failed=("forward", "layers.0"))
     assert "  rank 3 never entered forward of layers.1: failed in forward of layers.0; last finished" in explain(reports, 4, {})
 
 
 def test_where_all_have_come_the_backend_is_named_and_where_none_waits_their_places():
-    waits = item(1, ended=False, waited_for=True)
+    waits = item(1, stage=Stage.WAITING)
     reports = {rank: report(rank, ("forward", "layers.0"), waits) for rank in range(4)}
     assert "  all of its ranks are in it: the network, the backend or the device does not go on" in explain(reports, 4, {}).splitlines()
     reports = {rank: report(rank, ("", ""), item(1)) for rank in range(4)}

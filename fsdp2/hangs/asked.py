@@ -20,7 +20,8 @@ _watching = False
 def watch_if_asked() -> None:
     """Start what is asked for, once a process group of several ranks exists. Collective: no. Raises: ArgumentError"""
     global _watching
-    lookout.start_if_asked()
+    if lookout.Limits.asked:  # so that this rank answers from now on
+        lookout.start()
     given = os.environ.get(VARIABLE)
     if not given or _watching or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return

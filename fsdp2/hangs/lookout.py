@@ -175,12 +175,6 @@ def start() -> None:
         BackgroundThread(lambda: _run(look_out, world, leaving), stop=leaving.set, name="fsdp2_lookout")
 
 
-def start_if_asked() -> None:
-    """Start the thread if the program has called ``set_missing_rank_timeout``, so that this rank answers from now on."""
-    if Limits.asked:
-        start()
-
-
 def _run(look_out: Lookout, world: Any, leaving: threading.Event) -> None:
     """Until the program or the process group ends, or its store is gone."""
     while not leaving.wait(Limits.notice) and dist.is_initialized() and dist.group.WORLD is world:

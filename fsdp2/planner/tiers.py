@@ -64,7 +64,8 @@ def with_states_there(optimizer: torch.optim.Optimizer, offload: Offload) -> tor
     Raises: ArgumentError if ``offloaded`` refuses the class, and for an optimizer that steps in backward
     """
     if offload in ("optimizer", "optimizer-disk", "disk") and not isinstance(optimizer, OffloadedOptimizer):
-        return offloaded(*_class_and_groups(optimizer), _IN_MEMORY, **options_of(optimizer))
+        made = optimizer.optimizer_class if isinstance(optimizer, FlatOptimizer) else type(optimizer)
+        return offloaded(made, optimizer.param_groups, _IN_MEMORY, **options_of(optimizer))
     if isinstance(optimizer, OffloadedOptimizer):
         if optimizer.steps_in_backward:
             raise ArgumentError(
@@ -74,11 +75,6 @@ def with_states_there(optimizer: torch.optim.Optimizer, offload: Offload) -> tor
             )
         optimizer.states.folder = None
     return optimizer
-
-
-def _class_and_groups(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]:
-    made = optimizer.optimizer_class if isinstance(optimizer, FlatOptimizer) else type(optimizer)
-    return made, optimizer.param_groups
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -39,7 +39,10 @@ def page_of(run: Run) -> str:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    return jinja2.Template(TEMPLATE.read_text(), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    template: jinja2.Template = jinja2.Template(
+        TEMPLATE.read_text(), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return template
 
 
 def _finding(said: Values) -> Finding:

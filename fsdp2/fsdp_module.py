@@ -36,6 +36,7 @@ from .sharding_arguments import (
     check_max_input_buffers,
     checked_bool,
     checked_depth,
+    checked_nbytes,
     checked_units,
     groups_of_one_mesh,
     refuse_custom,
@@ -135,11 +136,7 @@ class FSDPModule(_Module):
             model[0].unshard()
             model[0].reshard()
         """
-        unit = sharded_unit(self)
-        for group in unit.uses:
-            group.take_over_toggles()
-        unit.reshard()
-        unit.await_host_reads()
+        _reshard(sharded_unit(self))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """``nn.Module.named_parameters``, and ``parameters()``, which show the parameters that gradients belong to.
@@ -331,6 +328,34 @@ class FSDPModule(_Module):
         for unit in _units(self, recurse):
             for group in unit.groups:
                 group.keep_storage(keep)
+
+    def set_frozen_budget(self, max_nbytes: int) -> None:
+        """Keep frozen parameters gathered, from one use to the next, up to this many bytes of unsharded parameters. Recursive.
+
+        A group with only frozen parameters is then gathered once, and again after its shards were written, instead of in each
+        forward, recomputation and backward of each micro-batch. Modules show the sharded parameters in between. The groups that
+        stay are those that come first in ``named_modules()`` and fit: with a group for each use in turn, dropping the least
+        recently used one would drop each just before it is needed. Frozen and trained parameters of one module share a group
+        if they have the same dtypes and mesh, and such a group never stays.
+
+        max_nbytes: of this rank, in the dtype that is gathered; 0: as before
+        Collective: no; all ranks must make the call. A parameter that is trained again leaves, and one that is frozen later does
+                    not come in, before the next call.
+        Raises:     ArgumentError for what is no number of bytes
+
+        Example:
+            model[0].requires_grad_(False)
+            model.set_frozen_budget(8 << 30)
+        """
+        left = checked_nbytes("set_frozen_budget", "max_nbytes", max_nbytes)
+        for unit in dict.fromkeys(_units(self, recurse=True)):
+            _reshard(unit)
+            unit.kept_frozen = ()
+            for group in unit.groups:
+                is_frozen = not any(param.trainable for param in group.params)
+                if is_frozen and group.holders is None and group.plan.unsharded_nbytes <= left:
+                    left -= group.plan.unsharded_nbytes
+                    unit.kept_frozen = (*unit.kept_frozen, group)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers the parameters; an embedding's backward does not need them.
@@ -644,6 +669,15 @@ def _unshard_for_weights(module: Any) -> None:
     schedule = sharded_unit(module).schedule
     if schedule is not None:
         schedule.unshard_for_weights()
+
+
+def _reshard(unit: ModuleState) -> None:
+    for group in unit.uses:
+        group.take_over_toggles()
+    unit.reshard()
+    for group in unit.kept_frozen:
+        group.reshard()
+    unit.await_host_reads()
 
 
 def _units(module: Any, recurse: bool) -> list[ModuleState]:

@@ -155,6 +155,12 @@ def checked_depth(units: Any, max_nbytes: Any) -> PrefetchDepth:
     return PrefetchDepth(units, max_nbytes)
 
 
+def checked_nbytes(caller: str, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ArgumentError(got(caller, name, value), expected="bytes: an int, 0 or more", fix="pass for instance 4 << 30; 0 for none")
+    return value
+
+
 def check_method(module: nn.Module, method_name: Any) -> None:
     if not isinstance(method_name, str) or not hasattr(module, method_name):
         raise ArgumentError(

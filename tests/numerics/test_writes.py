@@ -186,12 +186,20 @@ def sharded(reshard: Any = None, **options: Any) -> Any:
     return model
 
 
+def kept_frozen() -> Any:
+    model = sharded(reshard=True)
+    model.blocks.requires_grad_(False)
+    model.set_frozen_budget(1 << 20)
+    return model
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "default": sharded,
     "kept": lambda: sharded(reshard=False),
     "resharded": lambda: sharded(reshard=True),
     "kept in bf16": lambda: sharded(reshard=False, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     "smaller": lambda: sharded(reshard=2),
+    "kept frozen": kept_frozen,
     "kept, offloaded": lambda: sharded(reshard=False, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     **{strategy: lambda strategy=strategy: fsdp2.parallelize(Model(), strategy) for strategy in ("ddp", "zero1", "zero2", "zero3")},
     "zero1 in bf16": lambda: fsdp2.parallelize(Model(), "zero1", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
@@ -202,6 +210,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def outcome(name: str, state: Callable[[Run], None], way: Callable[[Run], None]) -> str:
     """ "" if all is right, an error's name if it was refused, else what is wrong."""
     ours, theirs = Run(MODELS[name]()), Run(Model())
+    theirs.model.blocks.requires_grad_("frozen" not in name)
     tolerance = 0.02 if "bf16" in name else 1e-5
     for run in (theirs, ours):
         try:
@@ -241,6 +250,7 @@ def test_writes_through_state_dicts_and_parameters_are_used_by_the_next_forward(
     ways = ("state_dict, local", "earlier state_dict, local", "parameters", "parameters, data", "attributes")
     assert faults(["kept"], (evaluated, ran_without_backward, kept_after_backward), ways) == []
     assert faults(["zero1"], (trained_and_evaluated,), ("state_dict, local", "parameters")) == []
+    assert faults(["kept frozen"], (between_steps, raised), ("state_dict, local", "parameters, local data", "optimizer")) == []
 
 
 @on_ranks(2)

@@ -491,6 +491,13 @@ class ParamGroup:
                 self.state = GroupState.HIDDEN
         self.await_host_read()
 
+    def keep_if_frozen(self) -> bool:
+        """Hide what is unsharded, if no parameter is trainable. Return whether it is hidden now."""
+        self.take_over_toggles()
+        if self.state is GroupState.UNSHARDED and not any(param.trainable for param in self.params):
+            self.hide()
+        return self.state is GroupState.HIDDEN
+
     def reshard(self) -> None:
         """Show the sharded parameters and free the unsharded storage; it waits for a pending unshard first."""
         before, unsharded = self.state, self.unsharded

@@ -102,6 +102,7 @@ class Unit:
     ignored:          where the parameters are that the user manages
     fqn:              the name of its first module, from the root
     summoned:         its modules show whole parameters from ``summon_full_params``, which forward uses as they are
+    kept_frozen:      groups that ``reshard`` only hides while all of their parameters are frozen
     watchers:         functions that a root calls at each end of backward
     guarded:          a rank whose pass an exception ends takes part in it all the same, by the log of forward
     num_served:       how many of its modules' forwards ``modules/guarded_pass.py`` has served
@@ -109,6 +110,7 @@ class Unit:
 
     guarded = False
     num_served = 0
+    kept_frozen: Sequence[ParamGroup] = ()
     watchers: tuple[Callable[[], None], ...] = ()
 
     def __init__(
@@ -234,6 +236,8 @@ class Unit:
                     group.reshard()
             else:
                 group.release()
+                if group in self.kept_frozen:
+                    group.keep_if_frozen()
 
     def reshard(self, to_smaller: bool = False) -> None:
         """Reshard the groups that no other unit holds. to_smaller: each to its smaller mesh, if it has one"""
@@ -242,6 +246,8 @@ class Unit:
                 group.holders.discard(self)
                 if group.holders:
                     continue
+            if group in self.kept_frozen and group.keep_if_frozen():
+                continue
             if to_smaller:
                 group.reshard_to_smaller()
             else:

@@ -169,6 +169,9 @@ class UnitTree:
             stays = torch.is_grad_enabled() or not unit.has_gradients()
         if not stays:
             unit.reshard()
+            for group in unit.kept_frozen:
+                if group.state is GroupState.HIDDEN and group not in self.iteration.unsharded:
+                    self.iteration.unsharded[group] = Kept(group.shards_version(), group.unsharded_version(), False)
             return
         self.leave_unsharded(unit)  # before the shards over a smaller mesh are made, for which there may be no memory
         self.iteration.left_by_forward.add(unit)

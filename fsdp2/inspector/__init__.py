@@ -2,6 +2,7 @@
 
 ledger_file    a line for each step and rank
 meter          counts for it
+computing      which unit computes
 memory_now     bytes by kind, asked for while steps run
 trace_file     what all ranks do in a few steps, as a file for Perfetto
 moments        spans and samples of one rank

@@ -61,6 +61,7 @@ LEDGER_LINE = {
     "memory": Each(SIZE),
     "allocator_peak": (NOTHING, SIZE),
     "communication": Each(Each({"calls": SIZE, "nbytes": SIZE, "sent": SIZE, "exposed_ms": SIZE})),
+    "computing_ms": (NOTHING, Each(Each(SIZE))),
     "exposed_ms": SIZE,
     "hooks_ms": SIZE,
 }

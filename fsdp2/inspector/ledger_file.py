@@ -74,6 +74,7 @@ class ledger(StepLines):  # noqa: N801 (called as a function is)
     def _begin(self, undo: contextlib.ExitStack) -> None:
         groups = self._inspected.groups
         self._device = groups[0].device if groups else torch.device("cpu")
+        self._meter.time_on(self._device)
         super()._begin(undo)
         self._write_run()
         forget_allocator_peak(self._device)
@@ -146,7 +147,11 @@ def _said(counts: Counts) -> Values:
             "sent": tally.sent,
             "exposed_ms": tally.exposed * 1e3,
         }
-    return {"communication": communication, "exposed_ms": counts.exposed * 1e3, "hooks_ms": counts.hooks * 1e3}
+    computing: dict[str, dict[str, float]] = {}
+    for (phase, unit), seconds in counts.computing.items():
+        computing.setdefault(phase, {})[unit] = round(seconds * 1e3, 3)
+    said: Values = {"communication": communication, "computing_ms": computing}
+    return said | {"exposed_ms": counts.exposed * 1e3, "hooks_ms": counts.hooks * 1e3}
 
 
 def plan_said(plan: Plan) -> Values:

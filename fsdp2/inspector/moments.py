@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..inspect import Listener, Record
+from ..inspect import Record
+from .computing import BETWEEN, Computing
 from .memory_now import MemoryNow
 from .meter import nbytes_of
 
@@ -44,17 +45,16 @@ class Sample:
     nbytes: dict[str, int]
 
 
-class Moments(Listener):
+class Moments(Computing[int]):
     """spans, samples: so far. allocated: returns the allocator's bytes, if there is an allocator that counts"""
 
     def __init__(self, clock: Callable[[], int] = time.time_ns, allocated: Callable[[], int] | None = None) -> None:
+        super().__init__()
         self.spans: list[Span] = []
         self.samples: list[Sample] = []
         self._clock = clock
         self._allocated = allocated
         self._memory = MemoryNow()
-        self._open: list[tuple[str, str]] = []  # phases of units that have begun, and not ended
-        self._since: int | None = None  # the last of them computes
         self._phase = ("", 0)  # and when it began
         self._under_way: dict[int, tuple[Record, int]] = {}
         self._waits_since = 0
@@ -76,23 +76,17 @@ class Moments(Listener):
 
     def begins(self, phase: str, unit: str) -> None:
         now = self._clock()
-        self._pause(now)
+        self._begin(phase, unit, now)
         if self._phase[0] != phase:
             self._phase = phase, now
-        self._open.append((phase, unit))
 
     def ends(self, phase: str, unit: str) -> None:
-        self._pause(self._clock())
-        if not unit:
-            self._open.clear()
-        elif (phase, unit) in self._open:
-            self._open.reverse()
-            self._open.remove((phase, unit))
-            self._open.reverse()
+        self._end(phase, unit, self._clock())
 
     def resumes(self) -> None:
-        self._since = self._clock()
-        self._sample(self._since)
+        now = self._clock()
+        self._resume(now)
+        self._sample(now)
 
     def leaves(self) -> None:
         now = self._clock()
@@ -113,12 +107,9 @@ class Moments(Listener):
             self.spans.append(Span("phase", phase, "", begun, self._clock()))
             self._phase = "", 0
 
-    def _pause(self, now: int) -> None:
-        """The module that computes stops, as far as the main thread knows."""
-        if self._since is not None and self._open:
-            phase, unit = self._open[-1]
-            self.spans.append(Span("compute", phase, unit, self._since, now, phase=phase))
-        self._since = None
+    def _computed(self, phase: str, unit: str, begin: int, end: int) -> None:
+        if phase != BETWEEN:
+            self.spans.append(Span("compute", phase, unit, begin, end, phase=phase))
 
     def _sample(self, now: int) -> None:
         nbytes = self._memory.look()

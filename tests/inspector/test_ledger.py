@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -21,7 +22,10 @@ from fsdp2.errors import ArgumentError, DoctorWarning, OrderError
 from fsdp2.inspect import events
 from fsdp2.inspector.expected import LEDGER_LINE
 from fsdp2.inspector.meter import Meter
+from fsdp2.inspector.report.reading import read_run
+from fsdp2.inspector.report.tables import slow_ranks, waited_for
 from fsdp2.inspector.run_folder import Lines, rank_files, read_lines
+from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.inspected import folder_for_all, training
 
@@ -140,6 +144,94 @@ def test_the_meter_tells_waiting_from_the_time_of_hooks():
     tally = counts.tallies["forward", "all-gather"]
     assert (tally.calls, tally.nbytes, tally.sent, tally.exposed, counts.hooks) == (1, 1000, 500, 2, 2)
     assert meter.take().tallies == {}
+
+
+def test_the_meter_knows_how_long_each_unit_computes_and_leaves_waits_out():
+    now = [0.0]
+    meter = Meter(clock=lambda: now[0])
+    record = events.Record(1, "world", "all-reduce", "", "between", 1, 1, "float32")
+    for ms, told, *args in (
+        (0, meter.begins, "forward", "root"),
+        (1, meter.resumes),
+        (3, meter.begins, "forward", "0"),  # 2 ms of the root, and then 1 of a hook
+        (4, meter.resumes),
+        (9, meter.ends, "forward", "0"),
+        (10, meter.resumes),
+        (14, meter.ends, "forward", "root"),
+        (15, meter.resumes),
+        (15, meter.leaves),
+        (18, meter.waits, record),  # outside of a hook, as of a norm
+        (38, meter.done, record),
+        (39, meter.begins, "backward", "0"),
+        (40, meter.resumes),
+        (47, meter.ends, "backward", ""),
+        (48, meter.leaves),
+    ):
+        now[0] = ms
+        told(*args)
+    now[0] = 50
+    counts = meter.take()
+    assert counts.computing == {("forward", "root"): 6, ("forward", "0"): 5, ("between", ""): 3 + 1 + 2, ("backward", "0"): 7}
+    assert sum(counts.computing.values()) + counts.hooks + counts.exposed == 50
+    now[0] = 51
+    assert meter.take().computing == {("between", ""): 1}
+
+
+class _MayWork(nn.Linear):
+    """Rank 1 does more in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more = torch.ones(300, 300)
+        for _ in range(100 if dist.get_rank() == 1 else 0):
+            more = more @ more / 300
+        return super().forward(x * more[0, 0])
+
+
+@on_ranks(2)
+def test_the_report_names_the_rank_and_the_unit_that_others_wait_for():
+    model = nn.Sequential(nn.Linear(64, 64), _MayWork(64, 64), nn.Linear(64, 64))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(model)
+    optimizer, folder = torch.optim.SGD(model.parameters(), lr=0.1), folder_for_all()
+    with fsdp2.ledger(folder, model, optimizer):
+        for _ in range(7):
+            model(torch.ones(2, 64)).sum().backward()
+            fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    dist.barrier()
+    run = read_run(folder)
+    phase, unit, rank, ms, median = waited_for(run)[0]
+    assert (phase, unit, rank) == ("forward", "1", 1)
+    assert ms > 3 * median
+    [slow] = slow_ranks(run)
+    assert slow.startswith("rank 1 with ")
+    assert slow.endswith(", most of it in forward of 1")
+
+
+@on_ranks(2, device="pretend")
+def test_on_a_device_units_are_timed_by_events_that_the_host_does_not_wait_for():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))).to("pretend")
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(model)
+    optimizer, folder = torch.optim.SGD(model.parameters(), lr=0.1), folder_for_all()
+    x = torch.ones(2, 8).to("pretend")
+    with fsdp2.ledger(folder, model, optimizer):
+        for index in range(3):
+            with pretend.no_host_waits() if index > 0 else contextlib.nullcontext():
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            pretend.synchronize()  # what the line of the next step tells
+    lines = read_lines(folder / f"ledger.rank{dist.get_rank()}.jsonl", LEDGER_LINE)
+    assert lines[0]["computing_ms"] == {}  # the device had not come to the end of the step
+    for line in lines[1:]:
+        assert {phase: set(units) for phase, units in line["computing_ms"].items()} == {
+            "forward": {"the root", "0", "1"},
+            "backward": {"the root", "0", "1"},
+            "between": {""},
+        }
 
 
 @on_ranks(1)

@@ -14,15 +14,16 @@ from pathlib import Path
 
 from .page import page_of
 from .reading import read_run
-from .tables import measured_peak
+from .tables import measured_peak, slow_ranks
 
 
 @dataclass(frozen=True)
 class Report:
-    """page: the file; peak: the most bytes of a rank that were measured, if anything could"""
+    """page: the file; peak: the most bytes of a rank that were measured, if anything could; slow: the ranks that others wait for"""
 
     page: Path
     peak: int | None
+    slow: tuple[str, ...] = ()
 
 
 def write_report(folder: Path, output: Path | None = None) -> Report:
@@ -33,4 +34,4 @@ def write_report(folder: Path, output: Path | None = None) -> Report:
     """
     page, run = output or folder / "report.html", read_run(folder)
     page.write_text(page_of(run), encoding="utf-8", errors="replace")
-    return Report(page, measured_peak(run))
+    return Report(page, measured_peak(run), tuple(slow_ranks(run)))

@@ -32,6 +32,10 @@ def page_of(run: Run) -> str:
         figures={name: _escaped(figure) for name, figure in drawn.items() if figure is not None},
         memory=tables.memory(run),
         communication=tables.communication(run),
+        waited_for=[
+            (tables.place(phase, unit), f"rank {rank}", f"{ms:.2f}", f"{median:.2f}")
+            for phase, unit, rank, ms, median in tables.waited_for(run)[: tables.MAX_NAMED]
+        ],
         findings=[_finding(each) for each in run.run["findings"]] if run.run else None,
     )
     return page

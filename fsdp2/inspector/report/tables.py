@@ -49,8 +49,12 @@ def headline(run: Run) -> Rows:
 def own_ms(run: Run) -> dict[int, float]:
     """Of each rank, the slowest first: the usual time of a step without its waits. Who waits for a slow rank takes as long as it."""
     found = {}
+    on_device = str(run.run.get("device", "cpu")) != "cpu"  # where the host waits for nobody
     for rank, lines in run.ledgers.items():
-        if lines:
+        computing = computing_ms(lines) if on_device else {}
+        if computing:
+            found[rank] = sum(computing.values())
+        elif lines:
             found[rank] = statistics.median(line["duration_ms"] - line["exposed_ms"] for line in usual(lines))
     for rank, events in run.traces.items():
         if rank not in found:
@@ -61,8 +65,45 @@ def own_ms(run: Run) -> dict[int, float]:
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
+def computing_ms(lines: Sequence[Values]) -> dict[tuple[str, str], float]:
+    """Of each phase and unit: how long it usually computes in a step."""
+    steps = [line["computing_ms"] for line in usual(lines) if line["computing_ms"]]
+    keys = {(phase, unit): None for step in steps for phase, units in step.items() for unit in units}
+    return {(phase, unit): statistics.median(step.get(phase, {}).get(unit, 0.0) for step in steps) for phase, unit in keys}
+
+
 MUCH_SLOWER = 1.1
 """A rank is named from this multiple of the median on."""
+MAX_NAMED = 8
+
+
+def waited_for(run: Run) -> list[tuple[str, str, int, float, float]]:
+    """(phase, unit, rank, its ms, those of the median rank) where others wait for a rank that computes longer, the longest first.
+
+    A difference of less than a hundredth of a step is none.
+    """
+    found = {rank: computing_ms(lines) for rank, lines in run.ledgers.items() if lines}
+    least = statistics.median(own_ms(run).values()) / 100 if found else 0.0
+    rows = []
+    for phase, unit in {key: None for each in found.values() for key in each}:
+        ms = {rank: each.get((phase, unit), 0.0) for rank, each in found.items()}
+        rank, median = max(ms, key=ms.__getitem__), statistics.median_low(ms.values())
+        if ms[rank] > max(MUCH_SLOWER * median, median + least):
+            rows.append((phase, unit, rank, ms[rank], median))
+    return sorted(rows, key=lambda row: row[4] - row[3])
+
+
+def slow_ranks(run: Run) -> list[str]:
+    """The ranks for which others wait, with the unit in which they do most: "rank 1 with 52.1 ms, most of it in forward of layers.2"."""
+    own = own_ms(run)
+    slow = [rank for rank, ms in own.items() if ms > MUCH_SLOWER * statistics.median(own.values())]
+    where = {rank: f", most of it in {place(phase, unit)}" for phase, unit, rank, *_ in reversed(waited_for(run))}
+    more = [f"{len(slow) - MAX_NAMED} more"] if len(slow) > MAX_NAMED else []
+    return [f"rank {rank} with {own[rank]:.1f} ms{where.get(rank, '')}" for rank in slow[:MAX_NAMED]] + more
+
+
+def place(phase: str, unit: str) -> str:
+    return f"{phase} of {unit}" if unit else "data, optimizer or other code of the program"
 
 
 def slowest(run: Run) -> str:
@@ -70,9 +111,8 @@ def slowest(run: Run) -> str:
     own = own_ms(run)
     if len(own) < 2:
         return ""
+    said = "; ".join(slow_ranks(run)) or "none"
     median = statistics.median(own.values())
-    slow = [f"rank {rank} with {ms:.1f} ms" for rank, ms in own.items() if ms > MUCH_SLOWER * median]
-    said = f"{', '.join(slow[:8])}{f' and {len(slow) - 8} more' if len(slow) > 8 else ''}" or "none"
     return f"Slow ranks, by a step's time without waits: {said}; the median of {len(own)} ranks is {median:.1f} ms."
 
 

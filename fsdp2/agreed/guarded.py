@@ -25,13 +25,15 @@ from torch.optim import Optimizer
 from ..arguments import OPTIMIZER, POSITIVE, Kind, require
 from ..clip import clip_coefficient, complete_locals, scale, total_norm
 from ..core.comm.agreement import agree, axes_of, largest_over
+from ..core.comm.lost_ranks import is_of_memory
 from ..core.group.param import as_sharded
 from ..core.iteration.module_state import ModuleState, sharded_parameters
 from ..core.modules.guarded_pass import GuardedPass
-from ..core.modules.optimizer_steps import STEPS
+from ..core.modules.optimizer_steps import STEPS, optimizers_that_stepped
 from ..errors import ArgumentError, FSDPError, OrderError
 from ..hangs.joint_calls import joint
 from ..printable import in_bytes
+from ..state_bytes import measured_state_bytes
 from ..strategy import sharded_units
 from .rounds import refuse_what_cannot_stand_in
 
@@ -137,17 +139,15 @@ class Guard:
                 guarded.give_up()
                 return False
             place = guarded.place
+            note = f"fsdp2: in {place}{_memory(self._model, self._units) if is_of_memory(error) else ''}"
+            vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]  # as ``add_note``, which Python 3.10 lacks
             problem = guarded.why_not_served(error)
             if problem is not None:
                 guarded.give_up()
                 raise _cannot_go_on(place, error, problem) from error
             if self.failed is None:
                 self.failed = error
-            note = f"fsdp2: in {place}"
-            if _is_of_memory(error):
-                note += _memory(self._units)
             traceback.clear_frames(trace)  # they hold activations
-            vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]  # as ``add_note``, which Python 3.10 lacks
             try:
                 guarded.serve()
             except FSDPError:
@@ -208,19 +208,19 @@ def _restoring(model: nn.Module, device_type: str) -> Callable[[], None]:
     return restore
 
 
-def _is_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _memory(units: Sequence[ModuleState]) -> str:
-    """What the plan of the units says of this rank's memory at this moment."""
+def _memory(model: nn.Module, units: Sequence[ModuleState]) -> str:
+    """What this rank keeps at this moment, by the plan of the units and by its storages."""
+    states = [measured_state_bytes(model, each) for each in optimizers_that_stepped()]
+    gradients = measured_state_bytes(model).gradients
     groups = [group for unit in units for group in unit.groups]
     kept = sum(complete_locals([param.sharded])[0].nbytes for group in groups for param in group.params)
     unsharded = [group.plan.unsharded_nbytes for group in groups if group.is_unsharded]
     largest = max(units, key=lambda unit: unit.unsharded_nbytes)
     return (
-        f"; its shards of parameters take {in_bytes(kept)}, the {len(unsharded)} of {len(groups)} groups that are unsharded take "
-        f"{in_bytes(sum(unsharded))}; the largest unit unsharded, {largest.fqn or 'the root'}, {in_bytes(largest.unsharded_nbytes)}"
+        f"; its shards of parameters take {in_bytes(kept)}, gradients {in_bytes(gradients)}, states of optimizers "
+        f"{in_bytes(sum(each.optimizer for each in states))}, the {len(unsharded)} of {len(groups)} groups that are unsharded take "
+        f"{in_bytes(sum(unsharded))}; the largest unit unsharded, {largest.fqn or 'the root'}, {in_bytes(largest.unsharded_nbytes)}; "
+        "the rest is the program's, activations above all (docs/memory.md)"
     )
 
 
@@ -228,7 +228,7 @@ def _cannot_go_on(place: str, error: Exception, problem: str) -> OrderError:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     return OrderError(
         f"rank {rank} has failed in {place}, and cannot go on with this pass for the other ranks: {problem}",
-        items=[f"{type(error).__name__}: {error}"],
+        items=[_in_words(error)],
         expected="an exception of the program in a pass like those before it",
         fix="let this error end the program, which tells it to the other ranks; fix its cause, or start again from a checkpoint",
     )
@@ -316,13 +316,17 @@ def guarded_step(
     return StepOutcome(False, norm, tuple(f"rank {rank}: {why}" for rank, why in sorted(reasons.items())))
 
 
+def _in_words(error: Exception) -> str:
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
 def _is_finite(local: Tensor) -> bool:
     return local.numel() == 0 or bool(torch.linalg.vector_norm(local.detach(), torch.inf).isfinite())
 
 
 def _reason(failed: Exception | None, params: Sequence[Tensor]) -> str:
     if failed is not None:
-        return "; ".join([f"{type(failed).__name__}: {failed}", *getattr(failed, "__notes__", ())])
+        return _in_words(failed)
     known = sharded_parameters()
     bad = [
         known[id(param)][0].fqn if id(param) in known else f"a parameter {tuple(param.shape)}"

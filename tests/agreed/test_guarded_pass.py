@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import re
 
 import pytest
 import torch
@@ -237,6 +238,65 @@ def test_a_rank_that_fails_anywhere_is_named_with_the_place_and_a_lack_of_memory
     forwards = [place for number in range(3) for place in ("forward of the root", *[f"forward of blocks.{number}"] * 2)]
     backwards = [f"backward, after that of {name} had begun" for name in ("the root", "blocks.2", "blocks.1", "blocks.0")]
     assert places == ["the code before forward", *forwards, "the loss", "the loss", *backwards, "the code after backward"], places
+
+
+LACKS_OF_MEMORY = {
+    "Python": lambda: MemoryError(),
+    "a device": lambda: torch.OutOfMemoryError("Allocation on device"),
+    "the CPU": lambda: torch.empty(1 << 60, dtype=torch.uint8),  # raises
+    "a library": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "the system": lambda: OSError(12, "Cannot allocate memory"),
+}
+NUMBERS = (
+    "shards of parameters take [1-9].*, gradients .*, states of optimizers [1-9].*that are unsharded take .*largest unit unsharded"
+)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_rank_without_memory_makes_all_skip_the_step_and_says_what_takes_it(recomputes):
+    """In forward, in backward or a recomputation, and in the first step behind its first micro-batch."""
+    model, fails, _ = small()
+    if recomputes:
+        fsdp2.apply_activation_checkpointing(model, [FailingBlock])
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard, places = fsdp2.guarded(model), set()
+    cases = [(error, at) for error in LACKS_OF_MEMORY.values() for at in (3, 12, 14)]
+    for error, at in [cases[0], (None, -1), *cases, (None, -1)]:
+        before = local_bits(model, optimizer)
+        for is_last in (False, True):
+            fails.arm(at if dist.get_rank() == 1 and is_last else -1, error)
+            with fsdp2.accumulate(model, last=is_last), guard:
+                loss_of(model, (X, None), fails).backward()
+        outcome = fsdp2.guarded_step(optimizer, guard=guard)
+        assert outcome.taken is (at == -1)
+        if not outcome.taken:
+            assert all(map(torch.equal, before, local_bits(model, optimizer)))
+            [why] = outcome.why
+            assert re.search(NUMBERS if optimizer.state else NUMBERS.replace("optimizers [1-9]", "optimizers 0 B"), why), why
+            places.add(why.partition("fsdp2: in ")[2].partition(" ")[0])
+        optimizer.zero_grad()
+    assert {place.strip(",") for place in places} == {"forward", "backward"}
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_in_the_first_pass_or_in_a_gather_says_what_takes_it_and_ends():
+    model, fails, _ = small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard, told = fsdp2.guarded(model), NUMBERS.replace("optimizers [1-9]", "optimizers ")
+    fails.arm(3, MemoryError)
+    with pytest.raises(OrderError, match=rf"(?s)no pass has been complete before it.*MemoryError.*{told}"), guard:
+        loss_of(model, (X, None), fails).backward()
+    model.reset_iter_state()
+    for lacks in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if lacks:
+                patch.setattr(ParamGroup, "issue", lambda *args: LACKS_OF_MEMORY["the CPU"]())
+            expected = pytest.raises(OrderError, match=rf"(?s)made memory for that.*{told}") if lacks else contextlib.nullcontext()
+            with expected, guard:
+                fails.arm(-1)
+                loss_of(model, (X, None), fails).backward()
+    assert fsdp2.guarded_step(optimizer, guard=guard, failed=ValueError()).taken is False
 
 
 @on_ranks(2)

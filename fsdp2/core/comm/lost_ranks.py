@@ -41,8 +41,7 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
     what:    the collective: "the all-gather of layers.3"
     problem: this rank's own, which the error reports as well
     """
-    is_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-    if is_of_memory or isinstance(error, (FSDPError, torch.AcceleratorError)):
+    if is_of_memory(error) or isinstance(error, (FSDPError, torch.AcceleratorError)):
         raise error
     lost = {} if _roll is None else _roll.look()
     items = [f"rank {rank}: {why}" for rank, why in lost.items()]
@@ -61,6 +60,17 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
         expected="every rank to take part until all are done",
         fix="look at that rank's own error, and start again from the latest checkpoint, which is unchanged",
     ) from error
+
+
+def is_of_memory(error: Exception) -> bool:
+    """Whether ``error`` says that this rank has no memory left: of torch's allocators, libraries, or the system."""
+    said = str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError | OSError)
+        and any(
+            text in said for text in ("an't allocate memory", "annot allocate memory", "out of memory", "ALLOC_FAILED")
+        )
+    )
 
 
 def lost_ranks() -> dict[int, str]:
@@ -174,7 +184,7 @@ def _tell_exception() -> None:
         return
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
-    said = " ".join(str(error).split())[:200]
+    said = " ".join(str(error).split())[:600]
     with contextlib.suppress(RuntimeError):
         _roll.tell(dist.get_rank(), f"its program has ended with {type(error).__name__}: {said}{where}")
 

@@ -51,7 +51,7 @@ def main() -> None:
         resumed = checkpointer.load() if checkpointer.latest() else None
         first = resumed.step if resumed else 0
         if resumed and rank == 0:
-            print(f"goes on after step {first} from {resumed.source}", flush=True)
+            print(f"goes on after step {first} from {resumed.source}. {resumed.lost}", flush=True)
         for step in range(first + 1, options.steps + 1):
             x = torch.randn(16, options.width)
             loss = (model(x) - x.sin().sum(dim=1, keepdim=True)).square().mean()

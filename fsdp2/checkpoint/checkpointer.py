@@ -50,6 +50,7 @@ from .dcp_read import pack, unpack
 from .dcp_write import REPLACED, DigestingWriter, LatePlanner
 from .digests import number_of, read_digests
 from .failures import failure, from_rank_0, on_every_rank, tried
+from .end_notes import count_steps, leave_note, taken_note
 from .host_memory import HostMemory, Kept
 from .model_tensors import checked_model
 from .training_state import (
@@ -101,6 +102,8 @@ class Resumed:
     world_size:      of the run that saved it
     random_restored: whether the random number generators continue; False if the number of ranks changed
     source:          "memory" for a checkpoint that ``keep`` made, else "disk"
+    lost:            on rank 0, why the run before has ended, in which collective others noticed, and how many steps are lost; "" if it
+                     could not leave that, or has not ended by an error within ``with Checkpointer(...)``
     """
 
     step: int
@@ -108,6 +111,7 @@ class Resumed:
     world_size: int
     random_restored: bool
     source: str = "disk"
+    lost: str = ""
 
 
 class Checkpointer:
@@ -198,6 +202,8 @@ class Checkpointer:
         self._memory = HostMemory(memory, self._group) if memory is not False else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
+        self._num_steps = count_steps(optimizer)
+        self._steps_before: int | None = None  # those of a run before, once a save or a load says so
         self._spare: Spare = {}  # of the last asynchronous save; in use while that is pending
         self._closed = False
         # An object that the user forgets to close must not lock other runs out; the thread holds the object until a save is written.
@@ -255,6 +261,7 @@ class Checkpointer:
             what = f"cannot save step {step} in {store.folder.path}"
             on_every_rank(self._group, what, lambda: store.folder.lock() if store.leads else None)
             store.is_locked = True
+        self._steps_before = step - self._num_steps()
         self._pending = self._thread.submit(at_disk()(self._write), state, step, store)
         del state  # the thread drops it when it is written
         if not self._asynchronous:
@@ -438,8 +445,10 @@ class Checkpointer:
                     with contextlib.suppress(Exception):  # the first error is the one to report
                         each()
                 raise
+        self._steps_before = restored.step - self._num_steps()
         source = "disk" if kept is None else "memory"
-        return Resumed(restored.step, path, restored.world_size, restored.random is not None, source)
+        lost = taken_note(self._disk.folder.path, restored.step) if self._disk.leads else ""
+        return Resumed(restored.step, path, restored.world_size, restored.random is not None, source, lost)
 
     def _read(self, checkpoint: str | os.PathLike[str] | None, verify: bool, kept: Kept | None) -> tuple[Path, Restored]:
         given = {name for name, each in (("scheduler", self._scheduler), ("data", self._data)) if each is not None}
@@ -533,6 +542,9 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if error is not None and not self._closed:
+            reached = None if self._steps_before is None else self._steps_before + self._num_steps()
+            leave_note(self._disk.folder.path, dist.get_rank(self._group), error, reached)
         self.close()
 
 

@@ -75,6 +75,7 @@ _PLAN = {
     "traffic": [{"phase": WORD, "kind": WORD, "sent": SIZE}],
 }
 RUN = {"model": WORD, "ranks": WHOLE, "device": WORD, "torch": WORD, "fsdp2": WORD, "plan": (NOTHING, _PLAN), "findings": [_FINDING]}
+RUN["resumed"] = (NOTHING, {"step": WHOLE, "source": WORD, "lost": WORD})
 """What ``ledger`` writes of the run."""
 
 _EVENTS: dict[object, Any] = {

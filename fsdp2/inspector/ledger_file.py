@@ -29,6 +29,7 @@ Findings: TypeAlias = watch | Iterable["Finding | Findings"]
 
 
 _TOKENS = Kind(lambda each: callable(each) or NATURAL.holds(each), "a number of tokens, or a function that returns it", "8192")
+_RESUMED = Kind(lambda each: hasattr(each, "lost"), "what Checkpointer.load returns", "checkpointer.load()")
 _PLAN = Kind(lambda each: isinstance(each, Plan), "what fsdp2.plan returns", "fsdp2.plan(model, world_size=8)")
 
 
@@ -40,6 +41,7 @@ class ledger(StepLines):  # noqa: N801 (called as a function is)
     tokens:     that this rank trains on in a step, or a function that says how many there were in the last one
     first_step: number of the step that comes first; of a run that goes on, the next one
     plan:       the prediction of ``fsdp2.plan``; ``fsdp2 report`` draws it next to the measurements
+    resumed:    what ``Checkpointer.load`` has returned, for the report: after which step the run goes on, and what was lost
     findings:   of ``doctor.check``, a ``doctor.watch`` (its ``report`` when the ledger stops), or several of both, for the report
     Collective: no; without it nothing is counted, and a step asks a module attribute where it would be
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers; OrderError while another
@@ -60,12 +62,14 @@ class ledger(StepLines):  # noqa: N801 (called as a function is)
         tokens: int | Callable[[], int] | None = None,
         first_step: int = 1,
         plan: Plan | None = None,
+        resumed: Any = None,
         findings: Findings = (),
     ) -> None:
         require("ledger", _TOKENS.or_none, tokens=tokens)
         require("ledger", _PLAN.or_none, plan=plan)
+        require("ledger", _RESUMED.or_none, resumed=resumed)
         list(_each(findings))  # on every rank, although rank 0 alone writes them
-        self._tokens, self._plan, self._findings = tokens, plan, findings
+        self._tokens, self._plan, self._resumed, self._findings = tokens, plan, resumed, findings
         self._num_steps = 0
         self._kept: dict[str, int] = {}
         self._meter = Meter()
@@ -117,6 +121,7 @@ class ledger(StepLines):  # noqa: N801 (called as a function is)
             "fsdp2": importlib.metadata.version("fsdp2"),
             "model": type(self._inspected.model).__name__,
             "plan": None if self._plan is None else plan_said(self._plan),
+            "resumed": self._resumed and {key: getattr(self._resumed, key) for key in ("step", "source", "lost")},
             "findings": [dataclasses.asdict(each) for each in _each(self._findings)],
         }
         write_json(self.folder / "run.json", said)

@@ -19,7 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page, and print where, and which ranks others wait for. Returns 0. Raises: ArgumentError where there is nothing to show, or without plotly"""
+    """Write the page, and print where, and which ranks others wait for. Returns 0.
+
+    Raises: ArgumentError where there is nothing to show, or without plotly
+    """
     report = write_report(options.folder, options.output)
     say(str(report.page))
     for each in report.slow:

@@ -67,7 +67,7 @@ def own_ms(run: Run) -> dict[int, float]:
 
 def computing_ms(lines: Sequence[Values]) -> dict[tuple[str, str], float]:
     """Of each phase and unit: how long it usually computes in a step."""
-    steps = [line["computing_ms"] for line in usual(lines) if line["computing_ms"]]
+    steps = [line["computing_ms"] for line in usual(lines) if line.get("computing_ms")]
     keys = {(phase, unit): None for step in steps for phase, units in step.items() for unit in units}
     return {(phase, unit): statistics.median(step.get(phase, {}).get(unit, 0.0) for step in steps) for phase, unit in keys}
 
@@ -94,7 +94,7 @@ def waited_for(run: Run) -> list[tuple[str, str, int, float, float]]:
 
 
 def slow_ranks(run: Run) -> list[str]:
-    """The ranks for which others wait, with the unit in which they do most: "rank 1 with 52.1 ms, most of it in forward of layers.2"."""
+    """The ranks for which others wait, and where: "rank 1 with 52.1 ms, most of it in forward of layers.2"."""
     own = own_ms(run)
     slow = [rank for rank, ms in own.items() if ms > MUCH_SLOWER * statistics.median(own.values())]
     where = {rank: f", most of it in {place(phase, unit)}" for phase, unit, rank, *_ in reversed(waited_for(run))}
@@ -176,4 +176,6 @@ def about(run: Run) -> str:
     said: dict[str, Any] = run.run
     if not said:
         return f"{len(run.traces)} ranks"
-    return f"{said['model']} on {said['ranks']} x {said['device'].split(':')[0]}, torch {said['torch']}, fsdp2 {said['fsdp2']}"
+    text = f"{said['model']} on {said['ranks']} x {said['device'].split(':')[0]}, torch {said['torch']}, fsdp2 {said['fsdp2']}"
+    resumed = said.get("resumed")
+    return text if not resumed else f"{text}. Goes on after step {resumed['step']} from {resumed['source']}. {resumed['lost']}"

@@ -10,7 +10,7 @@ docs/checkpoint.md is the guide.
 
 # Which file has what:
 #
-# Checkpointer         checkpointer, checkpointer_load, checkpoint_folder (and its lock), host_memory, training_state (a rank's), end_notes
+# Checkpointer         checkpointer, checkpointer_load, checkpoint_folder (and its lock), host_memory, end_notes, training_state
 # save_safetensors     safetensors_save, safetensors_plan (what goes where), gather_to_writers, folder_commit, transformers_save
 # load_safetensors     safetensors_load, safetensors_files (headers, indices); key_map, which both have
 # full_state_dict      full_state, over gather_to_writers

@@ -49,8 +49,8 @@ from .checkpointer_load import Restored, files_to_read, read_state
 from .dcp_read import pack, unpack
 from .dcp_write import REPLACED, DigestingWriter, LatePlanner
 from .digests import number_of, read_digests
-from .failures import failure, from_rank_0, on_every_rank, tried
 from .end_notes import count_steps, leave_note, taken_note
+from .failures import failure, from_rank_0, on_every_rank, tried
 from .host_memory import HostMemory, Kept
 from .model_tensors import checked_model
 from .training_state import (

@@ -57,7 +57,7 @@ def started(folder: Path, num_steps: int, end) -> Ranks:
     [
         (
             killed,
-            r"a rank is gone, or cannot be reached: the .* has failed; rank 1: its process \(\d+ on \S+\) has ended; 2 steps lost",
+            r"a rank is gone, or cannot be reached: the .* has failed; rank 1: its process \(\d+ on \S+\) has ended; 2 steps",
         ),
         (failed, r"rank 1 on \S+: ValueError: bad sample; 2 steps lost"),
     ],

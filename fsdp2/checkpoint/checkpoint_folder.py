@@ -34,6 +34,7 @@ from pathlib import Path
 
 from ..durable import replaced_file, sync_folder
 from .dcp_read import METADATA, read_metadata
+from .end_notes import MadeSteps
 from .failures import failure
 
 WAIT_S = 30.0
@@ -301,6 +302,7 @@ class Store:
     is_locked: whether it is ours to write to
     latest:    checkpoint, as the leader knows it
     number:    of the checkpoint that was made last; None: not known yet
+    steps:     how far this rank has come
     """
 
     num_hosts = 1
@@ -312,6 +314,7 @@ class Store:
         self.is_locked = False
         self.latest: Path | None = None
         self.number: int | None = None
+        self.steps = MadeSteps()
 
     def complete(self, into: Path) -> None:
         """After all ranks have written to ``into``. Raises: CheckpointError"""

@@ -49,7 +49,7 @@ from .checkpointer_load import Restored, files_to_read, read_state
 from .dcp_read import pack, unpack
 from .dcp_write import REPLACED, DigestingWriter, LatePlanner
 from .digests import number_of, read_digests
-from .end_notes import count_steps, leave_note, taken_note
+from .end_notes import leave_note, taken_note
 from .failures import failure, from_rank_0, on_every_rank, tried
 from .host_memory import HostMemory, Kept
 from .model_tensors import checked_model
@@ -199,11 +199,11 @@ class Checkpointer:
         self._process_group = process_group
         self._group = borrow_group(process_group)
         self._disk = Store(CheckpointFolder(path, keep_last), dist.get_rank(self._group))
+        if optimizer is not None:
+            self._disk.steps.count(optimizer)
         self._memory = HostMemory(memory, self._group) if memory is not False else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
-        self._num_steps = count_steps(optimizer)
-        self._steps_before: int | None = None  # those of a run before, once a save or a load says so
         self._spare: Spare = {}  # of the last asynchronous save; in use while that is pending
         self._closed = False
         # An object that the user forgets to close must not lock other runs out; the thread holds the object until a save is written.
@@ -261,7 +261,7 @@ class Checkpointer:
             what = f"cannot save step {step} in {store.folder.path}"
             on_every_rank(self._group, what, lambda: store.folder.lock() if store.leads else None)
             store.is_locked = True
-        self._steps_before = step - self._num_steps()
+        self._disk.steps.at = step
         self._pending = self._thread.submit(at_disk()(self._write), state, step, store)
         del state  # the thread drops it when it is written
         if not self._asynchronous:
@@ -445,7 +445,7 @@ class Checkpointer:
                     with contextlib.suppress(Exception):  # the first error is the one to report
                         each()
                 raise
-        self._steps_before = restored.step - self._num_steps()
+        self._disk.steps.at = restored.step
         source = "disk" if kept is None else "memory"
         lost = taken_note(self._disk.folder.path, restored.step) if self._disk.leads else ""
         return Resumed(restored.step, path, restored.world_size, restored.random is not None, source, lost)
@@ -543,8 +543,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         if error is not None and not self._closed:
-            reached = None if self._steps_before is None else self._steps_before + self._num_steps()
-            leave_note(self._disk.folder.path, dist.get_rank(self._group), error, reached)
+            leave_note(self._disk.folder.path, dist.get_rank(self._group), error, self._disk.steps.at)
         self.close()
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 from torch.optim import Optimizer
@@ -22,12 +21,18 @@ _LOST = "a rank is gone"
 _MAX_LENGTH = 500
 
 
-def count_steps(optimizer: Optimizer | None) -> Callable[[], int]:
-    """A function that returns how many steps ``optimizer`` has made from now on."""
-    made = [0]
-    if optimizer is not None:
-        optimizer.register_step_post_hook(lambda *_: made.__setitem__(0, made[0] + 1))
-    return lambda: made[0]
+class MadeSteps:
+    """at: the last step that this rank has made; None until a save or a load says which it was"""
+
+    at: int | None = None
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Each step of ``optimizer`` is one from now on."""
+        optimizer.register_step_post_hook(self._made)
+
+    def _made(self, *_: object) -> None:
+        if self.at is not None:
+            self.at += 1
 
 
 def leave_note(folder: Path, rank: int, error: BaseException, step: int | None) -> None:

@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from ..core.iteration.module_state import unit_of, units_in
+from ..core.group.param import ShardedParam
+from ..core.group.param_group import ParamGroup
+from ..core.iteration.call import next_moment
+from ..core.iteration.module_state import sharded_parameters, unit_of, units_in
 from ..core.iteration.unit import Unit
 from ..errors import ArgumentError, ParameterError, got_object
 from ..torch_names import torch_dtensors, torch_modules, torch_tensors
@@ -162,6 +165,19 @@ def reshard(model: nn.Module) -> list[Unit]:
     for unit in units:
         unit.reshard_for_all()
     return units
+
+
+def note_load(tensors: Iterable[ModelTensor]) -> None:
+    """Values are about to be written into ``tensors``: a backward of a graph from before, which has saved them, will raise."""
+    known = sharded_parameters()
+    loaded: dict[ParamGroup, list[ShardedParam]] = {}
+    for each in tensors:
+        if id(each.tensor) in known:
+            param, group = known[id(each.tensor)]
+            loaded.setdefault(group, []).append(param)
+    now = next_moment()
+    for group, params in loaded.items():
+        group.note_write(now, params)
 
 
 def meshes_of(model: nn.Module) -> list[DeviceMesh]:

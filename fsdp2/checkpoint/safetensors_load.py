@@ -38,6 +38,7 @@ from .model_tensors import (
     give_storage,
     meshes_of,
     model_tensors,
+    note_load,
     own_pieces,
     reshard,
     still_on_meta,
@@ -232,6 +233,8 @@ def load_opened(
         _refuse(report, path, options)
         in_place = {id(each) for each in (tensors if options.in_place else on_meta)}
         give_storage([each for each, _ in matched], units, device)
+        if options.in_place:
+            note_load([each for each, _ in matched])
         targets = [
             (each, lazy, each.local if id(each) in in_place else torch.empty_like(each.local, device="cpu")) for each, lazy in matched
         ]
@@ -241,6 +244,7 @@ def load_opened(
 
     def hand_out() -> LoadReport:
         with torch.inference_mode(False), torch.no_grad():
+            note_load([each for each, _ in aside])
             for each, values in aside:
                 each.local.copy_(values)
         return _with_the_rest(model, tensors, _device(units, options.device), result[0], options)

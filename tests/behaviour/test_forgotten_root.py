@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -67,6 +68,43 @@ def test_each_forgotten_root_is_warned_of_once_at_its_first_step_and_its_paramet
         weights = [torch.empty_like(model.first.weight) for _ in range(2)]
         dist.all_gather(weights, model.first.weight.detach())
         assert not torch.equal(*weights), name  # so the warning is right
+
+
+def by_closure(model: nn.Module, optimizer: Optimizer) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+
+
+def without_gradients_at_first(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.step()
+    train(model, [optimizer])
+
+
+def thawed_later(model: nn.Module, optimizer: Optimizer) -> None:
+    for trains in (False, True):
+        for param in own(model):
+            param.requires_grad_(trains)
+        train(model, [optimizer])
+
+
+@on_ranks(2)
+def test_parameters_that_get_their_first_gradient_within_a_step_or_after_several_are_warned_of():
+    """Symptom: an optimizer was looked at before its first step alone. A closure has computed nothing by then."""
+    for way, optimizer in itertools.product((by_closure, without_gradients_at_first, thawed_later), (SGD, flat)):
+        model = with_sharded_blocks()
+        with warned_on_rank_0(UserWarning, "never called on MLP") as shown:
+            made = flat(SGD, model, lr=0.1) if optimizer is flat else optimizer(model.parameters(), lr=0.1)
+            for _ in range(2):
+                way(model, made)
+        assert len(shown) == (dist.get_rank() == 0), (way, optimizer)
+        for each in shown:
+            assert all(text in str(each.message) for text in OWN), (way, optimizer)
 
 
 @on_ranks(2)

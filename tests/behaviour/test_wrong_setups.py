@@ -52,6 +52,21 @@ def test_a_wrapper_that_came_after_fully_shard_cannot_take_what_is_sharded():
     assert all(param.grad is not None for param in model.parameters())
 
 
+@on_ranks(4)
+def test_a_wrapper_that_came_after_a_forward_cannot_take_what_that_has_left_unsharded_or_on_a_smaller_mesh():
+    """Symptom: it was taken for a tie, and the next forward raised a riddle about "a module outside of the root"."""
+    for after in (None, True, False, 2):
+        model = fully_shard(mlp(), mesh=cpu_mesh(), reshard_after_forward=after)
+        model(X)
+        model.last = WithAdapter(model.last)
+        with pytest.raises(OrderError, match=r"(?s)2 parameters were sharded by an earlier.*base.weight.*base.bias.*fix:"):
+            fully_shard(model.last, mesh=cpu_mesh())
+        for added in (model.last.down, model.last.up):
+            fully_shard(added, mesh=cpu_mesh())
+        model(X).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
 @on_ranks(2)
 def test_a_late_tie_cannot_be_sharded_again():
     model = fully_shard(mlp(), mesh=cpu_mesh())

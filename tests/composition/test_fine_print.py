@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -204,6 +205,29 @@ def test_a_parameter_replaced_by_anything_else_is_refused_by_name(what):
         up.weight = nn.Parameter(distribute_tensor(torch.ones(13, 10), cpu_mesh()))
     with pytest.raises(ParameterError, match=r"(?s)blocks.1.up.weight was replaced after fully_shard by.*fix:"):
         model(batches(1)[0])
+
+
+@on_ranks(4)
+def test_a_parameter_replaced_while_a_forward_leaves_it_unsharded_is_refused_by_name_or_adopted():
+    """Symptom: the next forward ran with the new one, and backward put the old one back."""
+    for after, what in itertools.product((None, False, 2), ("plain", "replicated", "alike", "none")):
+        reference, model = mlp(), shard_blocks(mlp(), after)
+        head, old = model.last, model.last.weight
+        for _ in range(2):
+            model(batches(1)[0])
+        new = torch.full(old.shape, 0.1)
+        assert head.weight is not old
+        if what == "alike":
+            head.weight = nn.Parameter(distribute_tensor(new, old.device_mesh, old.placements))
+            reference.last.weight = nn.Parameter(new.clone())
+            replacement = head.weight
+            assert_trains_bitwise_as(model, reference, batches(2, seed=3), adamw)
+            assert head.weight is replacement
+        else:
+            placed = nn.Parameter(distribute_tensor(new, cpu_mesh()))
+            head.weight = {"plain": nn.Parameter(new), "replicated": placed, "none": None}[what]
+            with pytest.raises(ParameterError, match=r"(?s)last.weight was replaced after fully_shard by.*fix:"):
+                model(batches(1)[0])
 
 
 @on_ranks(2)

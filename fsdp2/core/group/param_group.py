@@ -431,6 +431,12 @@ class ParamGroup:
         written_at = self.written_at if self.unsharded is None else self.unsharded.written_at
         return written_at, sum([param.sharded._version + param.local._version for param in self.params])
 
+    def adopt_replaced(self) -> bool:
+        """Whether the user replaced shown unsharded parameters; see ``ModuleRegistry.adopt_replaced``."""
+        if self.state is GroupState.RESHARDED and self.smaller is not None:
+            return self.registry.adopt_replaced(self.smaller.shown)
+        return self.state is GroupState.UNSHARDED and self.registry.adopt_replaced([])
+
     def is_out_of_date(self, version: tuple[int, int]) -> bool:
         """Whether shards were written since they were unsharded, and since ``shards_version`` returned ``version``."""
         now = self.shards_version()

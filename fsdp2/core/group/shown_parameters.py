@@ -113,9 +113,26 @@ class ModuleRegistry:
             self._is_prepared = False
         return intact
 
+    def adopt_replaced(self, smaller: Sequence[nn.Parameter]) -> bool:
+        """Whether the user registered others in place of those shown unsharded; they are adopted or refused by name.
+
+        smaller: what the modules show instead while the group is sharded over its smaller mesh
+        """
+        found = False
+        for parameters, name, param, _ in self._owned:
+            now = parameters.get(name)
+            if now is param.unsharded or now is param.sharded or any(now is each for each in smaller):
+                continue
+            if now is None or isinstance(now, nn.Parameter):  # else it is there for one call, as by ``functional_call``
+                self._refuse_untying(param)
+                _adopt_replacement(param, now)
+                self._is_prepared, found = False, True
+        return found
+
     def _refuse_untying(self, param: ShardedParam) -> None:
         """Raise if the user has replaced a tied parameter at only some of its places."""
-        kept = [owner.name for owner in param.owners if owner.module._parameters.get(owner.name) is param.sharded]
+        shown = [(owner.name, owner.module._parameters.get(owner.name)) for owner in param.owners]
+        kept = [name for name, now in shown if now is not None and (now is param.sharded or now is param.unsharded)]
         if kept:
             raise ParameterError(
                 f"{param.fqn} was replaced after fully_shard at some of the {len(param.owners)} places that share it",

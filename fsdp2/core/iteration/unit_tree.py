@@ -103,7 +103,8 @@ class UnitTree:
     def reshard_what_is_out_of_date(self, groups: Iterable[ParamGroup] | None = None) -> None:
         """Reshard those of ``groups`` (None: all) that stayed unsharded and whose shards have been written since.
 
-        Raises: OrderError naming the parameters that were written where no version counter of a shard shows it
+        Raises: OrderError naming the parameters that were written where no version counter of a shard shows it;
+                ParameterError naming one that the user has replaced by what is not sharded alike
         """
         unsharded = self.iteration.unsharded
         lost: dict[ParamGroup, list[str]] = {}
@@ -116,7 +117,10 @@ class UnitTree:
                 del unsharded[group]
                 continue
             wrote_whole = group.unsharded_version() != kept.unsharded
-            if wrote_whole and not kept.for_user:
+            if group.adopt_replaced():
+                group.reshard_for_all()
+                del unsharded[group]
+            elif wrote_whole and not kept.for_user:
                 lost[group] = [param.fqn for param in group.params]
             elif group.is_out_of_date(kept.shards):  # equal on all ranks; HIDDEN depends on which rank lists parameters
                 group.reshard_for_all()

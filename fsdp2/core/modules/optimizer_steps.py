@@ -48,6 +48,7 @@ class _Steps:
     sharded:  number of groups of parameters that were sharded so far
     checked:  each optimizer at its last check
     waiting:  groups' gradients that have waited for a last micro-batch; the next step forgets those that no longer wait
+    with_closure: optimizers that were given a closure, which are looked at after their steps as well
     asked:    called before each step, with the optimizer; they may raise
     begun:    number of steps of any optimizer that have begun, for records of a run; ranks must not decide by it,
               because one rank may step an optimizer of its own
@@ -57,6 +58,7 @@ class _Steps:
         self.sharded = 0
         self.checked: weakref.WeakKeyDictionary[Optimizer, _Checked] = weakref.WeakKeyDictionary()
         self.waiting: weakref.WeakSet[Gradients] = weakref.WeakSet()
+        self.with_closure: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.asked: set[Callable[[Optimizer], None]] = set()
         self.begun = 0
 
@@ -98,7 +100,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _part_step_counts(optimizer)  # a load before the first step had no hook yet
     if checked is None or checked.sharded != STEPS.sharded or checked.params != _ids(optimizer):
         _give_sharded(optimizer)
-        warn_of_forgotten_root([param for group in optimizer.param_groups for param in group["params"]], STEPS.sharded)
+        warn_of_forgotten_root(optimizer, STEPS.sharded)
         known = sharded_parameters()
         params = _ids(optimizer)
         groups: dict[ParamGroup, list[weakref.ref[ShardedParam]]] = {}
@@ -109,6 +111,26 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         checked = STEPS.checked[optimizer] = _Checked(
             params, STEPS.sharded, [(weakref.ref(group), each) for group, each in groups.items()]
         )
+    if _closure_of(args, kwargs) is not None and optimizer not in STEPS.with_closure:
+        STEPS.with_closure.add(optimizer)
+        optimizer.register_step_post_hook(torch_compiler.dynamo_disabled(_after_step))
+    _note_write(checked)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A closure ran within the step: gradients came then, and its forwards may have left parameters unsharded."""
+    checked = STEPS.checked.get(optimizer)
+    if checked is not None and _closure_of(args, kwargs) is not None:
+        _note_write(checked)
+
+
+def _closure_of(args: Any, kwargs: Any) -> Any:
+    """The closure of a step; ``args`` begin with the optimizer."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def _note_write(checked: _Checked) -> None:
+    """The optimizer writes its parameters that have gradients."""
     now = next_moment()
     in_backward = torch_autograd.current_graph_task() != -1
     for reference, members in checked.groups:

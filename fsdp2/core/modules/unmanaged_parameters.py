@@ -19,9 +19,10 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim import Optimizer
 
 from ...errors import OrderError, message
-from ...torch_names import torch_modules
+from ...torch_names import torch_compiler, torch_modules
 from ...user_warnings import warn
 from ..group.param import ShardedParam, sharded_from
 from ..iteration.module_state import unit_of, units_in
@@ -56,8 +57,11 @@ class _Registrations:
 REGISTRATIONS = _Registrations()
 
 
-def plain_parameters(root: nn.Module, units: Collection[Unit]) -> dict[str, nn.Parameter]:
-    """The trainable parameters below ``root``, by name, that none of ``units`` has and no other torch API averages."""
+def plain_parameters(root: nn.Module, units: Collection[Unit], frozen: bool = False) -> dict[str, nn.Parameter]:
+    """The trainable parameters below ``root``, by name, that none of ``units`` has and no other torch API averages.
+
+    frozen: as well as those that are frozen now
+    """
     places = [owner for unit in units for owner in unit.ignored]
     places += [owner for unit in units for group in unit.groups for param in group.params for owner in param.owners]
     known = {(id(owner.module), owner.name) for owner in places}
@@ -73,7 +77,7 @@ def plain_parameters(root: nn.Module, units: Collection[Unit]) -> dict[str, nn.P
         for prefix, module in root.named_modules()
         if module not in foreign
         for name, param in module._parameters.items()
-        if param is not None and param.requires_grad and (id(module), name) not in known
+        if param is not None and (frozen or param.requires_grad) and (id(module), name) not in known
     }
 
 
@@ -95,14 +99,39 @@ def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
         )
 
 
-def warn_of_forgotten_root(trained: Sequence[Tensor], num_sharded: int) -> None:
-    """Warn once for each model whose blocks were sharded but not the model itself, so that some parameters stay plain.
+def warn_of_forgotten_root(optimizer: Optimizer, num_sharded: int) -> None:
+    """Warn once for each model of parameters next to sharded ones: its blocks were sharded, the model was not.
 
-    trained:     parameters of one optimizer
+    Those that have no gradient before this step are looked at again after it, and after later ones: a closure computes
+    gradients inside the step.
+
     num_sharded: how many groups of parameters were sharded so far; modules are looked at once for each number
     """
-    got_gradients = [param for param in trained if param.grad is not None]
-    plain = {id(param) for param in got_gradients if not isinstance(param, DTensor) and sharded_from(param) is None}
+    trained = [param for group in optimizer.param_groups for param in group["params"]]
+    plain = [param for param in trained if not isinstance(param, DTensor) and sharded_from(param) is None]
+    _warn_of(plain, num_sharded)
+    later = [weakref.ref(param) for param in plain if param.grad is None]
+    if later and optimizer not in _LATER:
+        optimizer.register_step_post_hook(torch_compiler.dynamo_disabled(_look_again))
+    if later or optimizer in _LATER:
+        _LATER[optimizer] = num_sharded, later
+
+
+_LATER: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Tensor]]]] = weakref.WeakKeyDictionary()
+"""Of an optimizer, how many groups were sharded at its last check, and plain parameters without a gradient so far."""
+
+
+def _look_again(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    num_sharded, references = _LATER[optimizer]
+    living = [param for each in references if (param := each()) is not None]
+    trained = [param for param in living if param.grad is not None]
+    if trained:
+        _LATER[optimizer] = num_sharded, [weakref.ref(param) for param in living if param.grad is None]
+        _warn_of(trained, num_sharded)
+
+
+def _warn_of(trained: Sequence[Tensor], num_sharded: int) -> None:
+    plain = {id(param) for param in trained if param.grad is not None}
     if not plain:
         return
     for reference, params, ranks in _partly_sharded(num_sharded):
@@ -152,7 +181,7 @@ def _partly_sharded(num_sharded: int) -> list[tuple[weakref.ref[nn.Module], list
         if len(ranks) > 1:
             plain = [
                 _Plain(name, tuple(each.shape), weakref.ref(each))
-                for name, each in plain_parameters(root, units).items()
+                for name, each in plain_parameters(root, units, frozen=True).items()
             ]
             found.append((weakref.ref(root), plain, ranks))
     return found

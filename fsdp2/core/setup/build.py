@@ -237,8 +237,8 @@ def read_modules(
     _refuse_sharded(ignored_params.difference(sharded))
     owned = _owners(modules, managed, ignored_params | sharded)
     _refuse_scripted(owned)
-    tied = [(other, *owned.pop(each)) for each in list(owned) if (other := sharded_from(each)) is not None]
     _refuse_taken(owned)
+    tied = [(other, *owned.pop(each)) for each in list(owned) if (other := sharded_from(each)) is not None]
     buffers = _buffers(modules, managed)
     place = _placer(shard_placement_fn, mesh)
     found = {param: Found(name, owners, *place(name, param)) for param, (name, owners) in owned.items()}
@@ -417,10 +417,12 @@ _Tied = list[tuple[ShardedParam, str, list[Owner]]]
 
 def _refuse_taken(owned: _Owned) -> None:
     """Raise if a module was put around, or tied to, what an earlier call sharded."""
-    if not any(isinstance(param, DTensor) for param in owned):
-        return
-    known = shards()
-    taken = [f"{name} {tuple(param.shape)}" for param, (name, _) in owned.items() if id(param) in known]
+    known = shards() if any(isinstance(param, DTensor) for param in owned) else {}
+    taken = [
+        f"{name} {tuple(param.shape)}"
+        for param, (name, _) in owned.items()
+        if id(param) in known or _is_shown_unsharded(param)
+    ]
     if taken:
         raise OrderError(
             f"{len(taken)} parameters were sharded by an earlier fully_shard call on another module",
@@ -429,6 +431,15 @@ def _refuse_taken(owned: _Owned) -> None:
             fix="wrap and tie modules before the first fully_shard call, which is on a child before its parent; "
             "of a wrapper that came later, pass the modules that are new",
         )
+
+
+def _is_shown_unsharded(param: nn.Parameter) -> bool:
+    """Whether a module shows ``param`` between unshard and reshard, so that it is no original, which may be tied."""
+    other = sharded_from(param)
+    if other is None:
+        return False
+    smaller = group_with(other).smaller
+    return param is other.unsharded or any(param is each for each in ([] if smaller is None else smaller.shown))
 
 
 def _borrow(tied: _Tied, place: _Place, options: GroupOptions) -> list[ParamGroup]:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ..arguments import OPTIMIZER, POSITIVE, Kind, require
 from ..clip import clip_coefficient, complete_locals, scale, total_norm
-from ..core.comm.agreement import agree, axes_of, largest_over
+from ..core.comm.agreement import axes_of, largest_over, told_over
 from ..core.comm.lost_ranks import is_of_memory
 from ..core.group.param import as_sharded
 from ..core.iteration.module_state import ModuleState, sharded_parameters
@@ -308,12 +308,10 @@ def guarded_step(
         return StepOutcome(True, norm)
     if scaler is not None:  # the scaler's own ranks have found the same infinities
         scaler.update(scaler.get_scale() if worst == _FAILED else None)
-    reasons = {} if mine == _MAY_STEP else {torch.distributed.get_rank() if axes else 0: _reason(failed, params)}
-    for group, _ in axes:
-        reasons = {rank: why for each in agree(group, None, reasons) for rank, why in each.items()}
+    reasons = told_over([group for group, _ in axes], None if mine == _MAY_STEP else _reason(failed, params))
     if guard is not None:
         guard._end_step(optimizer, worst)
-    return StepOutcome(False, norm, tuple(f"rank {rank}: {why}" for rank, why in sorted(reasons.items())))
+    return StepOutcome(False, norm, tuple(f"rank {rank}: {why}" for rank, why in sorted(reasons.items()) if why))
 
 
 def _in_words(error: Exception) -> str:

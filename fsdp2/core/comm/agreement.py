@@ -50,24 +50,36 @@ def agree(process_group: dist.ProcessGroup | None, problem: FSDPError | None, sa
 
     Raises: the problem of the lowest rank that has one, on every rank; LostRankError if a rank does not answer
     """
+    return list(told_over([] if process_group is None else [process_group], said, problem).values())
+
+
+def told_over(process_groups: Sequence[dist.ProcessGroup], said: T, problem: FSDPError | None = None) -> dict[int, T]:
+    """What each rank that ``process_groups`` reach one after another has ``said``, by its number.
+
+    Collective: yes, over each group
+    Raises:     as ``agree``
+    """
     problem = problem or take_untold()
-    if process_group is None:
-        if problem is not None:
-            raise problem
-        return [said]
-    everyone = _told(process_group, problem, said)
-    problems = [each for each, _ in everyone if each is not None]
+    everyone = _told(process_groups, problem, said)
+    problems = [each for each, _ in everyone.values() if each is not None]
     if problems:
         raise problem if problem is not None and str(problem) == str(problems[0]) else problems[0]
-    return [each for _, each in everyone]
+    return {rank: each for rank, (_, each) in everyone.items()}
 
 
-def _told(process_group: dist.ProcessGroup, problem: FSDPError | None, said: T) -> list[tuple[FSDPError | None, T]]:
-    """The problem and the ``said`` of every rank, by rank of the group. Collective: yes. Raises: LostRankError"""
-    parcels = [b""] * process_group.size()
-    with reached(process_group, problem), during("agreement of ranks", process_group):
-        dist.all_gather_object(parcels, _packed(problem, said), group=process_group)
-    return [pickle.loads(parcel) for parcel in parcels]
+def _told(
+    process_groups: Sequence[dist.ProcessGroup], problem: FSDPError | None, said: T
+) -> dict[int, tuple[FSDPError | None, T]]:
+    """The problem and the ``said`` of each rank that the groups reach. Collective: yes. Raises: LostRankError"""
+    if not process_groups:
+        return {0: (problem, said)}
+    told = {dist.get_rank(): _packed(problem, said)}
+    for process_group in process_groups:
+        parcels = [told] * process_group.size()
+        with reached(process_group, problem), during("agreement of ranks", process_group):
+            dist.all_gather_object(parcels, told, group=process_group)
+        told = {rank: packed for parcel in parcels for rank, packed in parcel.items()}
+    return {rank: pickle.loads(packed) for rank, packed in told.items()}
 
 
 def _packed(problem: FSDPError | None, said: object) -> bytes:
@@ -160,11 +172,8 @@ def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
     problem = problem or take_untold()
     if largest_over(axes, int(problem is not None), problem=problem) == [0]:
         return
-    for group, _ in axes:
-        problems = [each for each, _ in _told(group, problem, None) if each is not None]
-        problem = problem or next(iter(problems), None)
-    assert problem is not None
-    raise problem
+    told = _told([group for group, _ in axes], problem, None)
+    raise problem or next(each for each, _ in told.values() if each is not None)
 
 
 def largest_over(
@@ -237,12 +246,17 @@ _channels: WeakKeyDictionary[dist.ProcessGroup, tuple[frozenset[int], dist.Proce
 """By a process group of the mesh: its ranks, and the process group of their messages, kept for the next time."""
 
 
+def groups_of(mesh: DataParallelMesh) -> list[dist.ProcessGroup]:
+    """The process groups of its axes of more than one rank."""
+    return [group for group in (mesh.shard_group, mesh.replicate_group) if group is not None and group.size() > 1]
+
+
 def messages_over(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
     """A process group for messages of the hosts, which wait for no device; None if there is nobody to tell.
 
     Collective: yes, over ``mesh``, the first time
     """
-    groups = [group for group in (mesh.shard_group, mesh.replicate_group) if group is not None and group.size() > 1]
+    groups = groups_of(mesh)
     if not groups or not backends.moves_data(backends.backend_of(groups[0], mesh.device_type)):
         return None
     ranks, channel = _channels.get(groups[-1], (None, None))

@@ -2,15 +2,15 @@
 
 Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left
 out a unit that the others have, its next group would meet their last one: a hang, or, between groups of equal size,
-wrong gradients without an error. So a backward begins with an all-reduce of a checksum of what the rank will do. Where
-checksums differ, or a rank has a problem to tell (``comm/agreement.py``), ranks tell each other all of it.
+wrong gradients without an error. So a backward begins with an all-reduce of a checksum of what this rank will do. If
+checksums differ, or a rank has a problem to tell (``comm/agreement.py``), each rank tells the others its whole order.
 
-Ranks may differ in what they do without a collective: how often they call a unit that they need not gather, which
-frozen units they call, whether their data need a gradient. If they differ only in the groups that they reduce when the
-graph has run, all ranks reduce these groups then. A backward that runs through several roots is compared as a whole
-when the first of them begins: a rank that leaves out a root would otherwise not come to compare it. On stream-ordered
-backends (NCCL) the host would have to wait for the device to read the answer, so there ranks compare afterwards what
-they reduced (``late_comparison.py``).
+The order has only what needs a collective. So ranks may differ in how often they call a unit that they need not gather,
+in which frozen units they call, and in whether their data need a gradient. If ranks differ only in which groups they
+reduce at the end, when the graph has run, all ranks reduce these groups then. A backward that runs through several
+roots is compared as a whole when the first of them begins, because a rank that leaves out a root would not come to a
+comparison of that root. On stream-ordered backends (NCCL) the host would have to wait for the device to read the
+answer, so there ranks compare afterwards what they reduced (``late_comparison.py``).
 
 Worked example, units 0 (the root), 1 and 2 of one group each, sharded; rank 0 did not call unit 1
 
@@ -21,7 +21,6 @@ Worked example, units 0 (the root), 1 and 2 of one group each, sharded; rank 0 d
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -31,12 +30,12 @@ import torch.distributed as dist
 from ...errors import OrderError
 from ...torch_names import torch_autograd
 from ..comm import backends
-from ..comm.agreement import agree, agree_over, all_say, has_untold
+from ..comm.agreement import agree_over, all_say, groups_of, has_untold, told_over
 from ..group.param import ShardedParam
 from ..group.param_group import GroupState, ParamGroup
 from .call import Call
 from .forward_log import ForwardLog
-from .late_comparison import EXPECTED, FIX, number_groups, peers_on
+from .late_comparison import EXPECTED, FIX, peers_on
 from .unit import Unit
 
 _Key = tuple[int, int, int]
@@ -53,52 +52,61 @@ _SAID = (
 )
 
 
-class _Part(NamedTuple):
-    """What a backward does with one root: unit by unit, and group by group or ``GATHER``.
+class _Way(NamedTuple):
+    """A backward's way through one root.
 
-    trainable:  of each group that it may reduce, the bits that say which parameters are
-    timed:      with moments of forward; a backward reaches the latest first
-    ends:       reduced when the graph has run
-    recomputed: for each forward whose recomputation may gather in another order: the calls that it reaches
-    began:      when forward began with the units that communicate and that it goes through; -1: with none
-    left:       when it ended with the last of them: a backward reaches the root that forward left last first
+    calls: the calls that it reaches, by the indices of their units; only of units that communicate
+    logs:  of the forwards that it reaches; None if the root keeps no logs
     """
 
     root: Agreement
-    trainable: dict[tuple[int, int], int]
-    timed: list[tuple[int, int, int]]
-    ends: list[tuple[int, int]]
-    recomputed: list[list[int]]
-    began: int
-    left: int
+    calls: dict[int, list[Call]]
+    logs: list[ForwardLog] | None
+
+    @property
+    def began(self) -> int:
+        """When forward began with the first of the calls; -1 without calls."""
+        return min((call.entered for calls in self.calls.values() for call in calls), default=-1)
+
+    @property
+    def left(self) -> int:
+        """When forward ended with the last of the calls: a backward reaches the root that forward left last first."""
+        return max((call.left for calls in self.calls.values() for call in calls), default=-1)
 
 
 class _Order(NamedTuple):
-    """What a rank's backward does with all roots: see ``_Part``. roots: in the order that it reaches and ends them"""
+    """What a rank's backward does with all roots, group by group, or with a unit's groups by ``GATHER``.
 
-    trainable: dict[_Key, int]
+    frozen:     for each group that it may reduce, the places of the parameters that are not trained
+    roots:      in the order in which it reaches and ends them
+    in_graph:   while the graph runs, in this order
+    at_end:     reduced when the graph has run
+    recomputed: for each forward whose recomputation may gather in another order, the calls that it reaches
+    """
+
+    frozen: dict[_Key, tuple[int, ...]]
     roots: list[int]
     in_graph: list[_Key]
     at_end: list[_Key]
-    recomputed: list[list[list[int]]]
+    recomputed: list[list[int]]
 
     def with_ends(self, ends: Iterable[_Key] = ()) -> object:
-        """What all ranks must have in common, if this one also reduces at the end those of ``ends`` it leaves out."""
+        """What must be equal on all ranks, if this rank also reduces at the end those of ``ends`` that it left out."""
         at_end = {*self.at_end, *ends}.difference(self.in_graph)
         place = {root: index for index, root in enumerate(self.roots)}
         at_end_in_order = sorted(at_end, key=lambda key: (place.get(key[0], len(place)), key[0], -key[1], -key[2]))
         order = [*self.in_graph, *at_end_in_order]
-        return order, [self.trainable.get(key) for key in order], self.recomputed
+        return order, [self.frozen.get(key) for key in order], self.recomputed
 
     def way_of(self, key: _Key) -> int:
-        """What of ``_SAID`` it does with ``key``."""
+        """What it does with ``key``: the place of a text in ``_SAID``."""
         if key in self.in_graph:
             return 2
         return 0 if key not in self.at_end else 3 if (*key[:2], GATHER) in self.in_graph else 1
 
 
 class Agreement:
-    """The units of one root that communicate over the same ranks as the first of them, and those ranks.
+    """Compares the backwards of one root with those of the other ranks on the mesh of its first group.
 
     Groups over other ranks are not compared: some of those ranks may rightly run a unit that others leave out.
 
@@ -112,14 +120,14 @@ class Agreement:
         self._logs = logs
         self._has_numbered_groups = False
         self._compared_in = -1  # the backward (id of its graph task) in which it was compared with an earlier root
+        self._process_groups: list[dist.ProcessGroup] = []  # none: there is nobody to compare with before a backward
         mesh = next((unit.groups[0].mesh for unit in units if unit.groups), None)
-        groups = () if mesh is None else (mesh.shard_group, mesh.replicate_group)
-        self._axes = [(group, torch.device("cpu")) for group in groups if group is not None and group.size() > 1]
-        names = [backends.backend_of(group, mesh.device_type) for group, _ in self._axes if mesh is not None]
-        if any(backends.is_stream_ordered(name) or not backends.moves_data(name) for name in names):
-            self._axes = []
-        if mesh is None or not self._axes:
+        if mesh is None:
             return
+        names = [backends.backend_of(group, mesh.device_type) for group in groups_of(mesh)]
+        if not names or any(backends.is_stream_ordered(name) or not backends.moves_data(name) for name in names):
+            return
+        self._process_groups = groups_of(mesh)
         uses = {unit: [group for group in unit.uses if group.mesh.ranks == mesh.ranks] for unit in units}
         self._uses = {unit: groups for unit, groups in uses.items() if groups}
         self._units = list(self._uses)
@@ -133,7 +141,7 @@ class Agreement:
 
     def retire(self) -> None:
         """Stop comparing: another root has taken over the units."""
-        if self._axes:
+        if self._process_groups:
             self._peers.roots.discard(self)
 
     def number_groups(self) -> None:
@@ -141,9 +149,10 @@ class Agreement:
         if self._has_numbered_groups:
             return
         owned = [(unit, group) for unit in self._all_units for group in unit.groups]
-        if any(itertools.starmap(_reduces, owned)):
+        if any(_reduces(unit, group) for unit, group in owned):
             self._has_numbered_groups = True
-            number_groups(group for _, group in owned)
+            for _, group in owned:
+                peers_on(group.mesh).number(group)
 
     def check(self) -> None:
         """Raise OrderError on all ranks if one of them communicates in another order in this backward, just begun.
@@ -153,77 +162,86 @@ class Agreement:
         Raises:     also problems from ``tell_later``: on all ranks, or, if ranks compare nothing, on this rank
         """
         self.number_groups()  # for the tags, by which ranks compare afterwards
-        if not self._axes:
+        if not self._process_groups:
             if has_untold():
                 agree_over([], None)
             return
         task = torch_autograd.current_graph_task()
         if self._compared_in == task or not any(map(self._communicates, self._units)):
             return
-        others = [other._part() for other in self._peers.roots if other is not self]
-        parts = [self._part(is_first=True), *(part for part in others if part.began >= 0)]
+        ways = [self._way(is_first=True)]
+        ways += [way for other in self._peers.roots if other is not self and (way := other._way()).calls]
         before = self._peers.num_roots
-        new = [part.root for part in sorted(parts, key=lambda part: part.began) if part.root.number < 0]
+        new = [way.root for way in sorted(ways, key=lambda way: way.began) if way.root.number < 0]
         has_files = any(group.options.folder is not None for group in self._users)
         # Another rank's backward may go through a root that this rank's does not reach, or that is gone on this rank.
-        if not (new or len(self._units) > 1 or len(parts) > 1 or before > 1 or has_files):
+        if not (new or len(self._units) > 1 or len(ways) > 1 or before > 1 or has_files):
             agree_over([], None)
             return
         for number, root in enumerate(new, start=before):
             root.number = number
         try:
-            self._agree(parts)
+            self._agree(self._order(ways))
         except BaseException:
             for root in new:
                 root.number = -1
             raise
         self._peers.num_roots += len(new)
-        for part in parts[1:]:
-            part.root._compared_in = task
+        for way in ways[1:]:
+            way.root._compared_in = task
 
     # --- what this rank will do ---
 
-    def _part(self, is_first: bool = False) -> _Part:
-        """What the backward that has just begun does with this root. is_first: no other root is reached earlier"""
-        part = _Part(self, {}, [], [], [], -1, -1)
-        reached_in: list[Call] = []
-        reached: set[ParamGroup] = set()
+    def _way(self, is_first: bool = False) -> _Way:
+        """How the backward that has just begun goes through this root. is_first: it reaches no other root earlier"""
         all_logs = self._logs()
         logs = [log for log in all_logs if log.is_in_this_backward()] or (all_logs[-1:] if is_first else [])
+        reached: dict[int, list[Call]] = {}
         for index, unit in enumerate(self._units):
             if not self._communicates(unit):
                 continue
-            # All ranks do what is in the logs.
-            logged = [call for log in logs for call in log.calls.get(unit, ()) if call.is_watched]
-            calls = logged if all_logs else self._calls_in_graph(unit)
-            if not calls:
-                continue
-            reached_in += calls
-            reached.update(self._uses[unit])
+            if all_logs:  # all ranks do what is in the logs
+                calls = [call for log in logs for call in log.calls.get(unit, ()) if call.is_watched]
+            else:
+                calls = self._calls_in_graph(unit)
+            if calls:
+                reached[index] = calls
+        return _Way(self, reached, list(logs) if all_logs else None)
+
+    def _order(self, ways: list[_Way]) -> _Order:
+        """What the backward does on these ways, of which the first is that through this root."""
+        ways.sort(key=lambda way: (way.root is not self, -way.left))
+        timed = sorted((each for way in ways for each in way.root._in_graph(way)), reverse=True)
+        recomputed = [
+            log.reached() for way in ways for log in way.logs or () if log.gathers_in_other_order(way.root._gathers)
+        ]
+        order = _Order({}, [way.root.number for way in ways], [key for _, key in timed], [], recomputed)
+        in_graph = set(order.in_graph)
+        for root, calls, _ in ways:
+            reached = {group for index in calls for group in root._uses[root._units[index]]}
+            for index, unit in enumerate(root._units):
+                for place, group in root._reduced(unit).items():
+                    key = (root.number, index, place)
+                    order.frozen[key] = tuple(
+                        at for at, param in enumerate(group.params) if not param.sharded.requires_grad
+                    )
+                    if key not in in_graph and (group in reached or group.gradients.is_due):
+                        order.at_end.append(key)
+        return order
+
+    def _in_graph(self, way: _Way) -> Iterator[tuple[int, _Key]]:
+        """What the backward does while the graph runs, with moments of forward: a backward reaches the latest first."""
+        for index, calls in way.calls.items():
+            unit = self._units[index]
             if self._gathers(unit):
-                gathered = _gathered(logged) if all_logs else calls
-                part.timed.extend((call.left, index, GATHER) for call in gathered)
+                for call in calls if way.logs is None else _gathered(calls):
+                    yield call.left, (self.number, index, GATHER)
             if all(call.has_inputs or call.graph() for call in calls) and not unit.calls.to_rerun:
                 at = min(call.entered for call in calls)
-                # A group that other units borrow is reduced at the end, whichever of its units the backward reached.
-                own = [place for place, group in self._reduced(unit).items() if group.holders is None]
-                part.timed.extend((at, index, place) for place in own)
-        in_graph = {(index, place) for _, index, place in part.timed}
-        for index, unit in enumerate(self._units):
-            reduced = self._reduced(unit)
-            for place, group in reduced.items():
-                bits = 1
-                for param in group.params:
-                    bits = 2 * bits + param.sharded.requires_grad
-                part.trainable[index, place] = bits
-            due = [place for place, group in reduced.items() if group in reached or group.gradients.is_due]
-            part.ends.extend((index, place) for place in due if (index, place) not in in_graph)
-        differ = [log for log in logs if log.gathers_in_other_order(self._gathers)]
-        return part._replace(
-            recomputed=[log.reached() for log in differ],
-            began=min((call.entered for call in reached_in), default=-1),
-            left=max((call.left for call in reached_in), default=-1),
-        )
+                for place, group in self._reduced(unit).items():
+                    # A group that other units borrow is reduced at the end, whichever of its units backward reached.
+                    if group.holders is None:
+                        yield at, (self.number, index, place)
 
     def _reduced(self, unit: Unit) -> dict[int, ParamGroup]:
         """The unit's own groups that a backward may reduce, by their places among all of its own."""
@@ -271,33 +289,22 @@ class Agreement:
 
     # --- what all ranks will do ---
 
-    def _agree(self, parts: list[_Part]) -> None:
+    def _agree(self, mine: _Order) -> None:
         """Return if all ranks have one order, or can have it if some reduce more at the end. Collective: yes."""
-        parts.sort(key=lambda part: (part.root is not self, -part.left))
-        timed = sorted(((at, part.root.number, *what) for part in parts for at, *what in part.timed), reverse=True)
-        mine = _Order(
-            trainable={(part.root.number, *key): bits for part in parts for key, bits in part.trainable.items()},
-            roots=[part.root.number for part in parts],
-            in_graph=[(root, index, place) for _, root, index, place in timed],
-            at_end=[(part.root.number, *end) for part in parts for end in part.ends],
-            recomputed=[part.recomputed for part in parts if part.recomputed],
-        )
-        if all_say(mine.with_ends(), self._axes, "comparison of ranks before backward"):
+        axes = [(group, torch.device("cpu")) for group in self._process_groups]
+        if all_say(mine.with_ends(), axes, "comparison of ranks before backward"):
             return
-        agree_over(self._axes, None)  # raises what ranks were to tell
-        said = [(dist.get_rank(), mine)]
-        for group, _ in self._axes:
-            said = [each for of_rank in agree(group, None, said) for each in of_rank]
-        ends = {key for _, order in said for key in order.at_end}
-        left_out = {key for _, order in said for key in ends.difference(order.in_graph, order.at_end)}
-        first, *others = (order.with_ends(ends) for _, order in said)
+        orders = told_over(self._process_groups, mine)
+        ends = {key for order in orders.values() for key in order.at_end}
+        left_out = {key for order in orders.values() for key in ends.difference(order.in_graph, order.at_end)}
+        first, *others = (order.with_ends(ends) for order in orders.values())
         # The backward of some ranks may have no end through another root. And where a custom communicator reduces, no
         # flags tell the parameters that a rank did not use.
-        can_join = all(order.roots[0] == root for root, *_ in left_out for _, order in said) and all(
+        can_join = all(order.roots[0] == root for root, *_ in left_out for order in orders.values()) and all(
             group.gradients.options.comm is None for _, index, _ in left_out for group in self._units[index].groups
         )
         if not can_join or any(other != first for other in others):
-            self._refuse(dict(said))
+            self._refuse(orders)
         for _, index, place in ends.difference(mine.in_graph, mine.at_end):
             self._units[index].groups[place].gradients.reached = True
 
@@ -340,11 +347,11 @@ class Agreement:
 
     def _toggled(self, roots: Mapping[int, Agreement], orders: Mapping[int, _Order]) -> list[str]:
         found = []
-        for key in sorted(set.intersection(*(set(order.trainable) for order in orders.values()))):
+        for key in sorted(set.intersection(*(set(order.frozen) for order in orders.values()))):
             root, index, place = key
             params = roots[root]._units[index].groups[place].params if root in roots else []
-            for at, param in enumerate(reversed(params)):
-                frozen = [rank for rank, order in sorted(orders.items()) if not order.trainable[key] >> at & 1]
+            for at, param in enumerate(params):
+                frozen = [rank for rank, order in sorted(orders.items()) if at in order.frozen[key]]
                 if 0 < len(frozen) < len(orders):
                     found.append(f"{param.fqn}: frozen on ranks {frozen}, trained on the others")
         return found

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import OrderError
+from ..comm.agreement import groups_of
 from ..comm.streams import Event, Streams
 from ..group.handing_out import HandedOut
 from ..group.param_group import ParamGroup
@@ -58,6 +59,13 @@ class Peers:
         self.groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
         self.num_groups = 0
 
+    def number(self, group: ParamGroup) -> None:
+        """Give ``group`` the next number, if it has none."""
+        if self.groups.get(group.gradients.number) is not group:
+            group.gradients.set_number(self.num_groups)
+            self.groups[self.num_groups] = group
+            self.num_groups += 1
+
 
 _peers: collections.defaultdict[tuple[str, ...], Peers] = collections.defaultdict(Peers)
 
@@ -68,20 +76,8 @@ def peers_on(mesh: DataParallelMesh) -> Peers:
     Numbers are of one type of device: in one backward autograd runs the host's nodes and an accelerator's on different
     threads, so ranks may come to the two in different orders.
     """
-    axes = (mesh.shard_group, mesh.replicate_group)
-    names = (axis.group_name for axis in axes if axis is not None and axis.size() > 1)
-    key = (mesh.device_type, *names)
+    key = (mesh.device_type, *(process_group.group_name for process_group in groups_of(mesh)))
     return _peers[key]
-
-
-def number_groups(groups: Iterable[ParamGroup]) -> None:
-    """Give the next numbers to those of ``groups`` that have none."""
-    for group in groups:
-        peers = peers_on(group.mesh)
-        if peers.groups.get(group.gradients.number) is not group:
-            group.gradients.set_number(peers.num_groups)
-            peers.groups[peers.num_groups] = group
-            peers.num_groups += 1
 
 
 # --- tags on their way to the host ------------------------------------------------------------------------------------

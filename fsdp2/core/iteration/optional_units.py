@@ -27,7 +27,7 @@ import torch
 from ...errors import ArgumentError, MeshError, OrderError
 from ...torch_names import torch_autograd
 from ..comm import collective_log
-from ..comm.agreement import agree, all_say, messages_over, tell_later
+from ..comm.agreement import all_say, messages_over, tell_later, told_over
 from ..group.param_group import GroupState
 from .call import ROOM, Call, GraphPart, next_moment
 from .forward import Forward
@@ -125,7 +125,7 @@ class OptionalUnits:
         row, moments = self._row(log)
         if all_say(row, [(messages, torch.device("cpu"))], "comparison of optional units"):
             return
-        rows = tuple(dict.fromkeys(agree(messages, None, row)))
+        rows = tuple(dict.fromkeys(told_over([messages], row).values()))
         merged = _merged(tuple(each.marks for each in rows))
         if merged is None:
             raise OrderError(

@@ -62,7 +62,7 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
     ) from error
 
 
-def is_of_memory(error: Exception) -> bool:
+def is_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that this rank has no memory left: of torch's allocators, libraries, or the system."""
     said = str(error)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (

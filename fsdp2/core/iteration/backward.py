@@ -132,12 +132,12 @@ class Backward:
         self._to_end.add(unit)
 
     def _pause(self, unit: Unit) -> None:
-        """Reshard ``unit`` for now: other calls of it are still to come, and none of them has begun."""
+        """Reshard ``unit`` until the backward of its next call, as no call of it is under way."""
         if unit.options.reshard_after_forward is not False and unit not in self._to_end:
             unit.reshard()
 
     def reduce(self, unit: Unit, at_end: bool = False) -> None:
-        """Reduce the gradients of the unit's own groups: those that other units borrow only ``at_end``."""
+        """Reduce the gradients of the unit's own groups. Groups that other units borrow wait until ``at_end``."""
         if not at_end and (unit.calls.to_rerun or unit in self._to_end):
             return
         taken = [
@@ -147,9 +147,7 @@ class Backward:
             and not group.gradients.leave()
             and (grads := group.gradients.take())
         ]
-        if (
-            torch_autograd.functorch_is_active()
-        ):  # the backward of a functorch transform, for which parameters are constants
+        if torch_autograd.functorch_is_active():  # in the backward of a transform, parameters are constants
             taken = []
         if unit.micro_batch.reshards:
             # First, because the unsharded parameters' memory can then hold the reduce-scatter input.

@@ -57,21 +57,15 @@ class _Way(NamedTuple):
 
     calls: the calls that it reaches, by the indices of their units; only of units that communicate
     logs:  of the forwards that it reaches; None if the root keeps no logs
+    began: when forward began with the first of the calls; -1 without calls
+    left:  when forward ended with the last of them: a backward reaches the root that forward left last first
     """
 
     root: Agreement
     calls: dict[int, list[Call]]
     logs: list[ForwardLog] | None
-
-    @property
-    def began(self) -> int:
-        """When forward began with the first of the calls; -1 without calls."""
-        return min((call.entered for calls in self.calls.values() for call in calls), default=-1)
-
-    @property
-    def left(self) -> int:
-        """When forward ended with the last of the calls: a backward reaches the root that forward left last first."""
-        return max((call.left for calls in self.calls.values() for call in calls), default=-1)
+    began: float
+    left: float
 
 
 class _Order(NamedTuple):
@@ -114,7 +108,7 @@ class Agreement:
     """
 
     def __init__(self, units: Sequence[Unit], logs: Callable[[], Sequence[ForwardLog]]) -> None:
-        """logs: returns those of forwards whose backward may come, in order; none if the root keeps no logs"""
+        """logs: returns the logs of forwards whose backward may come, in order; none if the root keeps no logs"""
         self.number = -1
         self._all_units = units
         self._logs = logs
@@ -206,10 +200,12 @@ class Agreement:
                 calls = self._calls_in_graph(unit)
             if calls:
                 reached[index] = calls
-        return _Way(self, reached, list(logs) if all_logs else None)
+        began = min((call.entered for calls in reached.values() for call in calls), default=-1.0)
+        left = max((call.left for calls in reached.values() for call in calls), default=-1.0)
+        return _Way(self, reached, list(logs) if all_logs else None, began, left)
 
     def _order(self, ways: list[_Way]) -> _Order:
-        """What the backward does on these ways, of which the first is that through this root."""
+        """What the backward does on these ways. The first one goes through this root."""
         ways.sort(key=lambda way: (way.root is not self, -way.left))
         timed = sorted((each for way in ways for each in way.root._in_graph(way)), reverse=True)
         recomputed = [
@@ -217,7 +213,7 @@ class Agreement:
         ]
         order = _Order({}, [way.root.number for way in ways], [key for _, key in timed], [], recomputed)
         in_graph = set(order.in_graph)
-        for root, calls, _ in ways:
+        for root, calls, *_ in ways:
             reached = {group for index in calls for group in root._uses[root._units[index]]}
             for index, unit in enumerate(root._units):
                 for place, group in root._reduced(unit).items():
@@ -229,7 +225,7 @@ class Agreement:
                         order.at_end.append(key)
         return order
 
-    def _in_graph(self, way: _Way) -> Iterator[tuple[int, _Key]]:
+    def _in_graph(self, way: _Way) -> Iterator[tuple[float, _Key]]:
         """What the backward does while the graph runs, with moments of forward: a backward reaches the latest first."""
         for index, calls in way.calls.items():
             unit = self._units[index]
@@ -363,9 +359,9 @@ class Agreement:
 
 
 def _gathered(calls: Iterable[Call]) -> Iterator[Call]:
-    """Those of ``calls`` for which a backward gathers their unit: it reshards behind the inputs of all begun ones.
+    """Yields the calls of a unit for which a backward gathers it: no other call's backward is under way.
 
-    It does not notice that where no input needs a gradient, which may be so on some ranks only.
+    A call without an input that needs a gradient may have one on other ranks: its backward counts as never over.
     """
     begun: set[Call] = set()
     moments = [(call.left, call) for call in calls] + [(call.entered, call) for call in calls if call.has_inputs]

@@ -16,9 +16,8 @@ from torch import nn
 
 from ...torch_names import torch_autograd
 
-ROOM = 1 << 20
-next_moment = itertools.count(0, ROOM).__next__
-"""Numbers for the beginnings and ends of forward calls, in their order; between two is room for other ranks' calls."""
+next_moment = itertools.count().__next__
+"""Numbers for the beginnings and ends of forward calls, in their order. Calls of other ranks get fractions between."""
 
 
 class GraphPart(list[Any]):
@@ -55,7 +54,8 @@ class Call:
     def __init__(self, part: GraphPart) -> None:
         part.call = self
         self.graph = weakref.ref(part)
-        self.entered = self.left = next_moment()
+        self.entered: float = next_moment()
+        self.left: float = self.entered
         self.begun = self.ended = -1
         self.again = self.is_watched = self.has_inputs = self.may_rerun = False
         self.log: weakref.ref[Any] | None = None

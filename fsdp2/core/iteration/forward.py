@@ -51,23 +51,17 @@ class Forward:
         recording = self._recording
         recording.append(unit)
         options = unit.options
-        if options.prefetch_forward:
-            for other in options.prefetch_forward:
-                self._prefetched.append(other)  # before its gathers: the second one may fail
-                other.issue()
-        else:
-            position = len(recording)
-            recorded = self._recorded
-            if position < len(recorded) and recorded[position - 1] is unit:
-                depth = options.forward_depth
-                if depth.units == 1:  # by far the most common
-                    other = recorded[position]
-                    self._prefetched.append(other)
-                    other.issue()
-                else:
-                    for other in ahead(recorded[position : position + depth.units], depth):
-                        self._prefetched.append(other)
-                        other.issue()
+        others = options.prefetch_forward
+        position = len(recording)
+        recorded = self._recorded
+        if not others and position < len(recorded) and recorded[position - 1] is unit:
+            depth = options.forward_depth
+            others = recorded[position : position + depth.units]
+            if depth.units > 1:  # by far the most common is 1
+                others = ahead(others, depth)
+        for other in others:
+            self._prefetched.append(other)  # before its gathers: the second one may fail
+            other.issue()
         if not self._host_waits:
             unit.wait()
         if log is not None:

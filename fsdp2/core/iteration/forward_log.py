@@ -1,9 +1,9 @@
 """The order of a forward's calls, for backwards in which ranks leave out different parts.
 
-A backward runs the nodes of its graph in the reverse order of their creation. So the begins and ends of units'
-backwards come in the reverse order of their forwards' ends and begins. A rank whose loss ignores an output leaves out
-some of these *moments*, and adds none. From the log of its own forward it knows when the other ranks come to them, and
-what they communicate then.
+A backward runs the nodes of its graph in the reverse order of their creation. So a unit whose forward ended last
+begins its backward first, and a unit whose forward began first ends its backward last. A *moment* is such a begin or
+end. A rank whose loss ignores an output leaves out some of these moments, and adds none. The log of its own forward
+shows when the other ranks come to them, and what they communicate then.
 
 Logs are kept only after ``set_reduce_scatter_unused_params(True)``, ``set_optional`` or ``guarded``: ranks then gather
 and reduce unreached units too.
@@ -28,9 +28,9 @@ from .unit import Unit
 
 
 class Moment(NamedTuple):
-    """The begin of a call's backward, or its end. at: when its forward ended, or began"""
+    """The backward of ``call`` begins (at: its forward ended) or ends (at: its forward began)."""
 
-    at: int
+    at: float
     unit: Unit
     call: Call
     is_end: bool
@@ -46,7 +46,7 @@ class ForwardLog:
         self.is_served = False
         self.calls: dict[Unit, list[Call]] = {}
         # Calls in checkpointed segments that have no backward, with the moments when they began, and their segments.
-        self._without_graph: list[tuple[Unit, int, int]] = []
+        self._without_graph: list[tuple[Unit, float, int]] = []
         self._segments: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     def _segment_around(self) -> int | None:
@@ -76,16 +76,17 @@ class ForwardLog:
         return sorted(pairs, key=lambda pair: pair[1].entered)
 
     def moments(self) -> list[Moment]:
-        """When backwards of the calls begin and end, the last of them first in a backward."""
+        """When backwards of the calls begin and end. A backward comes to the last of them first."""
         calls = [(unit, call) for unit, call in self.in_order() if call.is_watched]
         begins = [Moment(call.left, unit, call, is_end=False) for unit, call in calls]
         ends = [Moment(call.entered, unit, call, is_end=True) for unit, call in calls if call.has_inputs]
         return sorted(begins + ends, key=lambda moment: moment.at)
 
     def gathers_in_other_order(self, is_gathered: Callable[[Unit], bool]) -> bool:
-        """Whether recomputing a segment gathers units in another order than on ranks whose backward leaves it out.
+        """Whether this rank, which recomputes a segment, gathers units in another order than a rank that does not.
 
-        The recomputation gathers in the order of forward. For one unit, or one in another, both orders are equal.
+        The recomputation gathers in the order of forward, and the other rank in the order of backward. Both orders are
+        equal for a segment of one unit, and for a segment of a unit within a unit.
         """
         segments: dict[int, list[tuple[Unit, Call]]] = {}
         around: list[Call] = []
@@ -103,9 +104,9 @@ class ForwardLog:
         )
 
     def _gathers_more(self, segments: dict[int, list[tuple[Unit, Call]]], is_gathered: Callable[[Unit], bool]) -> bool:
-        """Whether recomputing these segments gathers units that ran without a graph, to whose backward no rank comes.
+        """Whether recomputing these segments gathers units that ran without a graph, which have no backward.
 
-        All ranks gather such a unit, by prefetching, after the one unit with a graph that it is a part of.
+        One such unit is no problem: if it is a part of the only unit with a graph, all ranks prefetch it after that.
         """
         seen: set[int] = set()
         logged = [
@@ -192,7 +193,7 @@ class Reading:
         # Nothing tells when the backward of a call without inputs has ended; each of its modules runs again once.
         return call.has_inputs or self._num_recomputed[call] < len(unit.modules)
 
-    def _left_out_before(self, log: ForwardLog, at: int) -> Iterator[Moment]:
+    def _left_out_before(self, log: ForwardLog, at: float) -> Iterator[Moment]:
         """The moments that all ranks come to before that of ``log`` at ``at``, and that the graph does not reach."""
         for other in reversed(self._logs):
             yield from self._left_out(other, at if other is log else -1, in_graph=True)
@@ -204,7 +205,7 @@ class Reading:
         for log in reversed(self._logs):
             yield from self._left_out(log, -1, in_graph=False)
 
-    def _left_out(self, log: ForwardLog, stop: int, in_graph: bool) -> Iterator[Moment]:
+    def _left_out(self, log: ForwardLog, stop: float, in_graph: bool) -> Iterator[Moment]:
         """The moments of ``log`` after ``stop``; with ``in_graph``, only until the next that the graph reaches."""
         to_come = self._to_come.get(log, [])
         while to_come and to_come[-1].at > stop:

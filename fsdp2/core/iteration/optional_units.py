@@ -1,10 +1,10 @@
 """Optional units: any rank may leave them out of any forward, and of its backward.
 
-The root's begin gathers them on all ranks, so a rank that runs one communicates nothing then, and a rank that leaves it
-out misses nothing. At the end of a forward with a graph, ranks tell each other which calls they have made, and each
-rank puts the calls of others into its own log. Backward then gathers and reduces in the order of the log, on all ranks
-alike (``forward_log.py``); who has no gradient says so by the flags that every reduction carries. If no rank has run a
-unit, backward has no collective for it.
+When forward begins, the root gathers them on all ranks. So a rank that runs an optional unit does not communicate then,
+and a rank that leaves it out misses nothing. At the end of a forward with a graph, ranks tell each other which calls
+they have made, and each rank puts the calls of the others into its own log. All ranks then gather and reduce in
+backward in the order of that log (``forward_log.py``). Flags in every reduction say which ranks have gradients. If no
+rank has run a unit, backward has no collective for it.
 
 Worked example, units a and b in a root, optional t; rank 0 runs a, t, b, and rank 1 runs a, b
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from ...torch_names import torch_autograd
 from ..comm import collective_log
 from ..comm.agreement import all_say, messages_over, tell_later, told_over
 from ..group.param_group import GroupState
-from .call import ROOM, Call, GraphPart, next_moment
+from .call import Call, GraphPart
 from .forward import Forward
 from .forward_log import ForwardLog
 from .unit import Unit
@@ -49,7 +49,7 @@ class _Mark(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What a rank tells the others. marks: in order; with_inputs: the calls that have an input that needs a gradient"""
+    """A rank's message to the others. marks: in order; with_inputs: the calls of which an input needs a gradient"""
 
     marks: tuple[_Mark, ...]
     with_inputs: tuple[tuple[int, int, int], ...]
@@ -69,7 +69,7 @@ class OptionalUnits:
         return unit in self.units
 
     def below(self, root: Unit) -> list[Unit]:
-        """Those that a forward which begins with ``root`` may run. Raises: OrderError if ``root`` is one of them"""
+        """The optional units below ``root``, with which a forward begins. Raises: OrderError if ``root`` is optional"""
         self._refuse_what_ranks_cannot_leave_out()
         if root in self.units:
             raise OrderError(
@@ -122,7 +122,7 @@ class OptionalUnits:
         messages = None if not meshes else messages_over(*meshes.values())
         if messages is None:
             return
-        row, moments = self._row(log)
+        row, own, mandatory = self._row(log)
         if all_say(row, [(messages, torch.device("cpu"))], "comparison of optional units"):
             return
         rows = tuple(dict.fromkeys(told_over([messages], row).values()))
@@ -135,9 +135,8 @@ class OptionalUnits:
                 fix="run them in the same order on every rank; go on after reset_iter_state()",
             )
         with_inputs = {call for each in rows for call in each.with_inputs}
-        own = dict(zip(row.marks, (at for at, is_own in moments if is_own), strict=True))
         new: dict[tuple[int, int, int], Call] = {}
-        for mark, at in _times(merged, own, [at for at, is_own in moments if not is_own]):
+        for mark, at in _times(merged, own, mandatory):
             if mark.call not in new:
                 new[mark.call] = call = Call(GraphPart())
                 call.log = weakref.ref(log)
@@ -150,8 +149,8 @@ class OptionalUnits:
         for calls in log.calls.values():
             calls.sort(key=lambda call: call.entered)
 
-    def _row(self, log: ForwardLog) -> tuple[_Row, list[tuple[int, bool]]]:
-        """This rank's row, and all moments of ``log`` in order. True: of an optional unit"""
+    def _row(self, log: ForwardLog) -> tuple[_Row, dict[_Mark, float], list[float]]:
+        """This rank's row, the times of its marks, and the times of mandatory units' moments."""
         indices = {unit: index for index, unit in enumerate(self.units)}
         moments = [
             (at, indices.get(unit, -1), call, is_end)
@@ -159,19 +158,19 @@ class OptionalUnits:
             if call.is_watched
             for at, is_end in ((call.entered, False), (call.left, True))
         ]
-        moments.sort(key=lambda moment: moment[0])
-        gap = 0
-        marks: list[_Mark] = []
+        own: dict[_Mark, float] = {}
+        mandatory: list[float] = []
         known: dict[Call, tuple[int, int, int]] = {}
-        for _, index, call, is_end in moments:
+        for at, index, call, is_end in sorted(moments, key=lambda moment: moment[0]):
             if index < 0:
-                gap += 1
+                mandatory.append(at)
                 continue
+            gap = len(mandatory)
             if not is_end:
                 known[call] = (gap, index, sum(each[:2] == (gap, index) for each in known.values()))
-            marks.append(_Mark(gap, known[call], is_end))
-        row = _Row(tuple(marks), tuple(name for call, name in known.items() if call.has_inputs))
-        return row, [(at, index >= 0) for at, index, *_ in moments]
+            own[_Mark(gap, known[call], is_end)] = at
+        with_inputs = tuple(name for call, name in known.items() if call.has_inputs)
+        return _Row(tuple(own), with_inputs), own, mandatory
 
 
 @functools.lru_cache(maxsize=64)
@@ -196,26 +195,22 @@ def _merged(rows: tuple[tuple[_Mark, ...], ...]) -> tuple[_Mark, ...] | None:
     return tuple(result)
 
 
-def _times(marks: Sequence[_Mark], own: dict[_Mark, int], mandatory: Sequence[int]) -> list[tuple[_Mark, int]]:
-    """For each of ``marks`` that is not this rank's own, a time between those of its neighbors.
+def _times(marks: Sequence[_Mark], own: Mapping[_Mark, float], mandatory: Sequence[float]) -> list[tuple[_Mark, float]]:
+    """For each of ``marks`` that is not this rank's own, a time: less than 1 after that of the moment before it.
 
     own: times of this rank's; mandatory: times of mandatory units' moments, which the gaps lie between
     """
-    result: list[tuple[_Mark, int]] = []
-    waiting: list[_Mark] = []
-    end = next_moment()
-    before = min([end, *mandatory[:1], *own.values()]) - ROOM
-    line: list[tuple[int, _Mark | None, int | None]] = [(mark.gap, mark, own.get(mark)) for mark in marks]
-    line += [(gap, None, at) for gap, at in enumerate([*mandatory, end])]
-    for _, mark, at in sorted(line, key=lambda each: (each[0], each[1] is None)):
-        if at is None:
-            assert mark is not None
-            waiting.append(mark)
-            continue
-        result += [
-            (each, before + (at - before) * place // (len(waiting) + 1)) for place, each in enumerate(waiting, 1)
-        ]
-        waiting, before = [], at
+    line = [(mark.gap, mark) for mark in marks] + [(gap, None) for gap in range(len(mandatory))]
+    at = min([*mandatory[:1], *own.values()], default=0) - 1
+    result: list[tuple[_Mark, float]] = []
+    for gap, mark in sorted(line, key=lambda each: (each[0], each[1] is None)):
+        if mark is None:
+            at = mandatory[gap]
+        elif mark in own:
+            at = own[mark]
+        else:
+            at += 1 / (len(marks) + 1)
+            result.append((mark, at))
     return result
 
 

@@ -1,9 +1,9 @@
-"""Ranks with different numbers of batches: all run forward and backward equally often, and those without work contribute nothing.
+"""Ranks with different numbers of batches: all run forward and backward equally often, and a rank without work contributes nothing.
 
-Before each optimizer step every rank tells the others how many micro-batches it has for it, and what they count. The rank with the most
-decides how often all of them run. A rank with fewer repeats a batch that it has had, its *stand-in*, so that it takes part in every
-gather and reduction in the same order; its gradients are dropped before they are reduced, and flagged as those of parameters that this
-rank did not use. So sums over ranks are sums over real batches, and each loss is scaled by (ranks / what all batches count).
+Before each optimizer step every rank tells the others how many micro-batches it has for the step, and what they count. All ranks run
+as often as the rank with the most. A rank with fewer repeats a batch that it has had, its *stand-in*, so that it takes part in every
+gather and reduction in the same order. This rank drops the gradients of a stand-in before they are reduced, and flags its parameters as
+unused. So sums over ranks are sums over real batches, and each loss is scaled by (ranks / what all batches count).
 
 Worked example, 2 ranks, one micro-batch per step, count=len; rank 1 has one batch less
 
@@ -221,7 +221,7 @@ class Work:
         return [row._replace(text=bytes(row.text).rstrip(b"\0").decode(errors="replace")) for row in rows]  # type: ignore[arg-type]
 
     def _send_stand_in(self, batches: Sequence[Any], source: int) -> None:
-        """Send the first batch of rank ``source`` to all; those that have had none keep it. Collective: yes"""
+        """Send the first batch of rank ``source`` to all ranks. A rank that has had none keeps it. Collective: yes"""
         sent: list[Any] = [None, None]
         if _rank() == source:
             moved: list[bool] = []

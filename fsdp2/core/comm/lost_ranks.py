@@ -190,7 +190,7 @@ def _tell_exception() -> None:
 
 
 def _host() -> str:
-    """A name for the processes that this one can see: those of one boot of a host, in one container."""
+    """A name for the processes that this process can see: of one boot of a host, in one container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]

@@ -45,8 +45,6 @@ class ForwardLog:
     def __init__(self) -> None:
         self.is_served = False
         self.calls: dict[Unit, list[Call]] = {}
-        # Calls in checkpointed segments that have no backward, with the moments when they began, and their segments.
-        self._without_graph: list[tuple[Unit, float, int]] = []
         self._segments: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     def _segment_around(self) -> int | None:
@@ -65,10 +63,11 @@ class ForwardLog:
             self.calls.setdefault(unit, []).append(call)
 
     def enter_without_graph(self, unit: Unit) -> None:
-        """A forward call of ``unit`` begins under no_grad."""
-        segment = self._segment_around()
-        if segment is not None:
-            self._without_graph.append((unit, next_moment(), segment))
+        """A forward call of ``unit`` begins under no_grad: it has no backward, but its segment may run it again."""
+        if self._segment_around() is not None:
+            part = GraphPart()
+            Call(part)
+            self.enter(unit, part)
 
     def in_order(self) -> list[tuple[Unit, Call]]:
         """All calls, in the order of their beginnings."""
@@ -88,7 +87,7 @@ class ForwardLog:
         The recomputation gathers in the order of forward, and the other rank in the order of backward. Both orders are
         equal for a segment of one unit, and for a segment of a unit within a unit.
         """
-        segments: dict[int, list[tuple[Unit, Call]]] = {}
+        segments: dict[int | None, list[tuple[Unit, Call]]] = {}
         around: list[Call] = []
         for unit, call in self.in_order():
             if not call.is_watched or not is_gathered(unit):
@@ -103,23 +102,23 @@ class ForwardLog:
             len(others) > 1 or (others and not first[1].holds(others[0][1])) for first, *others in segments.values()
         )
 
-    def _gathers_more(self, segments: dict[int, list[tuple[Unit, Call]]], is_gathered: Callable[[Unit], bool]) -> bool:
+    def _gathers_more(
+        self, segments: dict[int | None, list[tuple[Unit, Call]]], is_gathered: Callable[[Unit], bool]
+    ) -> bool:
         """Whether recomputing these segments gathers units that ran without a graph, which have no backward.
 
         One such unit is no problem: if it is a part of the only unit with a graph, all ranks prefetch it after that.
         """
-        seen: set[int] = set()
-        logged = [
-            (unit, call.entered, call.segment)
-            for unit, call in self.in_order()
-            if not call.is_watched and call.segment is not None
-        ]
-        for other, at, segment in (*self._without_graph, *logged):
-            members = segments.get(segment, [])
-            if not members or not is_gathered(other) or any(unit is other for unit, _ in members):
+        seen: set[int | None] = set()
+        for other, rerun in self.in_order():
+            segment = rerun.segment
+            if rerun.is_watched or segment not in segments or not is_gathered(other):
+                continue
+            members = segments[segment]
+            if any(unit is other for unit, _ in members):
                 continue
             (unit, call), *more = members
-            is_prefetched = call.entered < at < call.left and unit.options.prefetches_the_one_before
+            is_prefetched = call.entered < rerun.entered < call.left and unit.options.prefetches_the_one_before
             if more or segment in seen or not is_prefetched:
                 return True
             seen.add(segment)
@@ -130,7 +129,7 @@ class ForwardLog:
         return [place for place, (_, call) in enumerate(self.in_order()) if call.is_in_this_backward()]
 
     def was_in_a_backward(self) -> bool:
-        """Whether one has begun that reaches any call of this forward; also if the forward has no backward."""
+        """Whether a backward has begun that reaches any call of this forward; True if the forward has no backward."""
         moments = self.moments()
         return not moments or any(moment.call.begun != -1 for moment in moments)
 
@@ -194,7 +193,7 @@ class Reading:
         return call.has_inputs or self._num_recomputed[call] < len(unit.modules)
 
     def _left_out_before(self, log: ForwardLog, at: float) -> Iterator[Moment]:
-        """The moments that all ranks come to before that of ``log`` at ``at``, and that the graph does not reach."""
+        """Yields the moments that this rank's graph leaves out and other ranks reach before ``log`` is at ``at``."""
         for other in reversed(self._logs):
             yield from self._left_out(other, at if other is log else -1, in_graph=True)
             if other is log:
@@ -206,7 +205,7 @@ class Reading:
             yield from self._left_out(log, -1, in_graph=False)
 
     def _left_out(self, log: ForwardLog, stop: float, in_graph: bool) -> Iterator[Moment]:
-        """The moments of ``log`` after ``stop``; with ``in_graph``, only until the next that the graph reaches."""
+        """Yields the moments of ``log`` after ``stop``. in_graph: only until the next end that the graph reaches"""
         to_come = self._to_come.get(log, [])
         while to_come and to_come[-1].at > stop:
             moment = to_come[-1]
@@ -218,6 +217,6 @@ class Reading:
             to_come.pop()
 
     def calls_left(self, unit: Unit) -> list[Call]:
-        """The calls of ``unit`` in this backward that have not ended; or nobody knows, as no input needs a gradient."""
+        """The calls of ``unit`` in this backward that have not ended, or whose end no rank can see."""
         calls = [call for log in self._to_come for call in log.calls.get(unit, ())]
         return [call for call in calls if call.is_watched and not self.is_done(call, is_end=True)]

@@ -71,7 +71,7 @@ _peers: collections.defaultdict[tuple[str, ...], Peers] = collections.defaultdic
 
 
 def peers_on(mesh: DataParallelMesh) -> Peers:
-    """Those over both axes of ``mesh``.
+    """The ranks over both axes of ``mesh``.
 
     Numbers are of one type of device: in one backward autograd runs the host's nodes and an accelerator's on different
     threads, so ranks may come to the two in different orders.
@@ -104,7 +104,7 @@ def read_later(reduced: Sequence[HandedOut]) -> None:
     tagged = [(each.job, each.tag) for each in reduced if each.tag is not None]
     if not tagged or (streams := tagged[0][0].plan.group.streams).is_capturing():
         return
-    tagged.sort(key=lambda each: each[1].device.type == "cpu")  # last, those that are on the host already
+    tagged.sort(key=lambda each: each[1].device.type == "cpu")  # tags that are on the host already come last
     there = [tag for *_, tag in tagged if tag.device.type != "cpu"]
     tags = [tag for *_, tag in tagged if tag.device.type == "cpu"]
     if there:

@@ -21,11 +21,11 @@ from ..group.reduction import Reduction, legs_of
 from .late_comparison import read_later
 
 _behind: weakref.WeakSet[Reductions] = weakref.WeakSet()
-"""Reductions that compute is not ordered after yet: the next backward that ends any root's iteration orders it."""
+"""Compute is not ordered after these reductions yet: the next backward that ends any root's iteration orders it."""
 
 
 class Reductions:
-    """Reductions under way, in the order of their starts; those of one unit together.
+    """Reductions under way, in the order of their starts. Reductions of one unit stand together.
 
     limit: how many units may hold their inputs
     """
@@ -36,7 +36,7 @@ class Reductions:
         self._started: list[Reduction] = []  # since the last ``finish``
         self._computed_on: set[Stream] = set()  # the streams that were compute in forward and backward since then
         self._holding: deque[list[Reduction]] = deque()
-        self._advanced: list[Reduction] = []  # those of the unit that gave up its inputs last
+        self._advanced: list[Reduction] = []  # reductions of the unit that gave up its inputs last
 
     def __bool__(self) -> bool:
         return bool(self._started)

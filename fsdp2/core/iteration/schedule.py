@@ -70,11 +70,11 @@ class Schedule:
         context.roots.add(self)
 
     def choose_max_reductions(self) -> None:
-        """Set the limit of inputs in flight: one list holds those of all units, so the largest limit counts."""
+        """Set the limit of inputs in flight: one list holds the inputs of all units, so the largest limit counts."""
         self.tree.reductions.limit = max(unit.options.max_reductions for unit in self.tree.units)
 
     def choose_logs(self) -> None:
-        """Keep logs if a unit is optional, or reduces unused parameters: ranks then know backward's order."""
+        """Keep logs if a unit is optional, or reduces unused parameters: each rank then knows the others' order."""
         groups = [group for unit in self.tree.units for group in unit.groups]
         found = OptionalUnits(self.tree)
         self._optional = found if found.units else None

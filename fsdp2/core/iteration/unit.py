@@ -158,7 +158,7 @@ class Unit:
 
     @property
     def ranks(self) -> set[int]:
-        """Those that have pieces of its parameters, over the mesh axes of the model as well."""
+        """The ranks that have pieces of its parameters, over the mesh axes of the model as well."""
         meshes = {param.spec.sharded.mesh for group in self.groups for param in group.params}
         return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
 
@@ -296,5 +296,5 @@ class Unit:
 
 
 def ahead(units: Sequence[Unit], depth: PrefetchDepth) -> Sequence[Unit]:
-    """Those of ``units``, which come next, that are gathered while the one before them runs: the same on all ranks."""
+    """The first of ``units``, which come next, that are gathered while a unit runs; the same on all ranks."""
     return units[: depth.reach([unit.unsharded_nbytes for unit in units[: depth.units]])]

@@ -96,12 +96,12 @@ class UnitTree:
         self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]
 
     def leave_unsharded(self, unit: Unit, for_user: bool = False) -> None:
-        """Leave ``unit`` unsharded until the next forward, unless its shards are written before. for_user: who asked"""
+        """Leave ``unit`` unsharded until the next forward, or until its shards are written. for_user: the user asked"""
         for group in unit.uses:
             self.iteration.unsharded[group] = Kept(group.shards_version(), group.unsharded_version(), for_user)
 
     def reshard_what_is_out_of_date(self, groups: Iterable[ParamGroup] | None = None) -> None:
-        """Reshard those of ``groups`` (None: all) that stayed unsharded and whose shards have been written since.
+        """Reshard each of ``groups`` (None: all) that stayed unsharded and whose shards have been written since.
 
         Raises: OrderError naming the parameters that were written where no version counter of a shard shows it;
                 ParameterError naming one that the user has replaced by what is not sharded alike

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from torch.optim import Optimizer
 
+from ..durable import durable_file
 from ..errors import LostRankError
 from ..printable import counted, printable
+from .file_reading import open_regular
 
 _LOST = "a rank is gone"
 _MAX_LENGTH = 500
@@ -43,15 +45,16 @@ def leave_note(folder: Path, rank: int, error: BaseException, step: int | None) 
         text = f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {text}"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"end_rank_{rank}").write_text(json.dumps([step, text[:_MAX_LENGTH]]))
+        with durable_file(folder / f"end_rank_{rank}") as file:
+            file.write(json.dumps([step, text[:_MAX_LENGTH]]).encode())
 
 
 def taken_note(folder: Path, step: int) -> str:
     """In a line: why the run before has ended, and what is lost where the next one goes on after ``step``. Removes the notes."""
     notes: list[tuple[int, int, str]] = []
     for path in sorted(folder.glob("end_rank_*")):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            reached, text = json.loads(path.read_text())
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError), open_regular(path) as file:
+            reached, text = json.loads(file.read(12 * _MAX_LENGTH))
             # A rank's own error is the cause; then those count that name a rank.
             how_sure = 2 if _LOST not in str(text) else int("; rank " in str(text))
             notes.append((how_sure, -1 if reached is None else int(reached), str(text)))

@@ -77,9 +77,18 @@ def test_the_next_run_tells_which_rank_has_ended_the_one_before_and_what_is_lost
 
 def test_a_note_that_cannot_be_read_is_no_note_and_the_cause_counts_more_than_what_others_noticed(tmp_path):
     gone = "a rank is gone, or cannot be reached: the all-gather of 1 has failed"
-    texts = ["{", "[]", "3", json.dumps([5, f"{gone}; no process has ended"]), json.dumps([6, f"{gone}; rank 1: it has ended"])]
+    texts = [
+        "{",
+        "[]",
+        "3",
+        "[" * 5000,
+        "[5," + " " * 10**6,
+        json.dumps([5, f"{gone}; no process has ended"]),
+        json.dumps([6, f"{gone}; rank 1: it has ended"]),
+    ]
     for rank, text in enumerate(texts):
         (tmp_path / f"end_rank_{rank}").write_text(text)
+    os.mkfifo(tmp_path / "end_rank_7")
     assert taken_note(tmp_path, 6) == f"{gone}; rank 1: it has ended; 0 steps lost"
     assert taken_note(tmp_path, 6) == ""
     (tmp_path / "end_rank_0").write_text(json.dumps([None, gone]))

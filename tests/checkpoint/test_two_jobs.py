@@ -35,6 +35,7 @@ from fsdp2.checkpoint import (
 )
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
 from fsdp2.checkpoint.dcp_write import DigestingWriter
+from fsdp2.checkpoint.end_notes import leave_note
 from fsdp2.inspector.run_folder import Lines, write_json
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
@@ -234,7 +235,7 @@ def test_links_in_the_place_of_what_is_written_are_not_followed(tmp_path: Path) 
     """The file to which the link leads was overwritten, or emptied."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    for name in (".lock", "full.pt.partial", f".run.json.{os.getpid()}", "run.json", "ledger.rank0.jsonl", "full.pt"):
+    for name in (".lock", "full.pt.partial", f".run.json.{os.getpid()}", "run.json", "ledger.rank0.jsonl", "full.pt", "end_rank_0"):
         (tmp_path / name).symlink_to(victim)
     with pytest.raises(CheckpointError, match=r"\.lock cannot be written"):
         checkpoint_folder.take_lock(tmp_path / ".lock")
@@ -243,6 +244,7 @@ def test_links_in_the_place_of_what_is_written_are_not_followed(tmp_path: Path) 
     lines = Lines(tmp_path / "ledger.rank0.jsonl")
     lines.write({"a": 1})
     lines.close()
+    leave_note(tmp_path, 0, ValueError("bad"), 1)
     assert victim.read_text() == "mine"
     assert torch.load(tmp_path / "full.pt", weights_only=True).keys() == mlp().state_dict().keys()
     assert not (tmp_path / "full.pt").is_symlink()

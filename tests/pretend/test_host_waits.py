@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2 import OrderError
 from fsdp2.activations.around_forward import around_forward
 from fsdp2.compiled.full_graph_mode import FullGraph
 from fsdp2.core.comm.streams import DeviceStreams, use_streams
@@ -271,6 +272,52 @@ def test_a_captured_step_waits_for_nothing_from_before_the_capture():
                     forward_backward(model, x)
                 assert any(call.args[1] is event for call in order.call_args_list)
             model.set_post_optim_event(streams.mark(side))
+
+
+@on_ranks(2, device="pretend")
+def test_a_captured_step_leaves_reductions_of_another_model_from_before_the_capture_to_later():
+    """Symptom: the end of its backward waited for their event, which no graph can do."""
+    with use_streams(torch.device("pretend", 0), Isolated()):
+        other, model = (sharded(mlp(), Way(options=BF16), Block) for _ in range(2))
+        model.set_keep_unsharded_storage(True)
+        optimizer = sgd(model.parameters())
+        x = own_chunk(batches(1)[0]).to("pretend")
+        expected: dict[str, Tensor | None] = {}
+        for index in range(5):
+            pretend.synchronize()
+            other.set_is_last_backward(False)
+            forward_backward(other, x)
+            with pretend.capturing() if index > 1 else contextlib.nullcontext():
+                forward_backward(model, x)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            other.set_is_last_backward(True)
+            forward_backward(other, x)
+            found = grads_of(other)
+            expected = expected or found
+            for name, grad in found.items():
+                assert torch.equal(grad.to_local().cpu(), expected[name].to_local().cpu()), (index, name)
+            other.zero_grad()
+
+
+@on_ranks(2, device="pretend")
+def test_a_gather_that_the_user_began_before_a_capture_is_refused_in_it_by_name():
+    """Symptom: the captured forward waited for its event, which no graph can do."""
+    with use_streams(torch.device("pretend", 0), Isolated()):
+        model = sharded(mlp(), Way(options=BF16), Block)
+        model.set_keep_unsharded_storage(True)
+        x = own_chunk(batches(1)[0]).to("pretend")
+        for _ in range(2):
+            model.blocks[0].unshard(async_op=True)
+            forward_backward(model, x)
+        handle = model.blocks[0].unshard(async_op=True)
+        pretend.synchronize()
+        with pretend.capturing(), pytest.raises(OrderError, match=r"(?s)unshard.* of blocks\.0 was under way.*fix:"):
+            forward_backward(model, x)
+        handle.wait()
+        with pretend.capturing():
+            model.blocks[1].unshard(async_op=True)
+            forward_backward(model, x)
 
 
 @on_ranks(1, device="pretend")

@@ -37,6 +37,7 @@ class Reductions:
         self._computed_on: set[Stream] = set()  # the streams that were compute in forward and backward since then
         self._holding: deque[list[Reduction]] = deque()
         self._advanced: list[Reduction] = []  # reductions of the unit that gave up its inputs last
+        self._in_graph = False  # they were left to a later ``finish`` while a graph was captured
 
     def __bool__(self) -> bool:
         return bool(self._started)
@@ -97,6 +98,7 @@ class Reductions:
         self._advanced = []
         self._give_back()
         self._computed_on.clear()
+        self._in_graph = False
 
     def finish_later(self) -> None:
         """Leave the gradients in the order of the reduce stream; the next ``finish_all`` orders compute after them.
@@ -113,10 +115,17 @@ class Reductions:
         for reduction in self._started:
             reduction.let_go()
         self._give_back()
+        self._in_graph = self._streams.is_capturing()
         _behind.add(self)
+
+    def may_finish(self) -> bool:
+        """Whether compute may wait for them: the graph that is being captured cannot, if they are from before."""
+        return self._in_graph or not self._streams.is_capturing()
 
     def _order(self, stream: Stream) -> None:
         """Order ``stream`` after the last event of each stream."""
+        if self._in_graph and not self._streams.is_capturing():
+            return  # all streams of that graph have joined at its end
         for other, event in dict([reduction.reduced for reduction in self._started]).items():
             if other != stream:
                 self._streams.order(stream, event)
@@ -160,7 +169,7 @@ def read_flags(flags: Sequence[Tensor]) -> list[float]:
 
 
 def finish_all() -> None:
-    """Finish the reductions that roots left to ``finish_later``."""
-    for reductions in _behind:
+    """Finish the reductions that roots left to ``finish_later``, but those that a captured graph cannot wait for."""
+    for reductions in [each for each in _behind if each.may_finish()]:
         reductions.finish()
-    _behind.clear()
+        _behind.discard(reductions)

@@ -131,6 +131,8 @@ class Schedule:
         late_comparison.compare()
         if self.backward is not None:  # no backward calls this forward, so that one raised
             self._end_failed_backward()
+        if tree.iteration.unsharded and tree.streams.is_capturing():
+            tree.refuse_gathers_of_before()
         tree.reshard_what_is_out_of_date()
         tree.iteration.left_by_forward.clear()
         log = None

@@ -34,11 +34,13 @@ class Kept(NamedTuple):
 
     shards, unsharded: versions of its shards and of its unsharded parameters
     for_user:          the user called ``unshard``, and may write the unsharded parameters, until they are resharded
+    in_graph:          and did so while a graph was captured
     """
 
     shards: tuple[int, int]
     unsharded: int
     for_user: bool
+    in_graph: bool = False
 
 
 class Iteration:
@@ -97,8 +99,29 @@ class UnitTree:
 
     def leave_unsharded(self, unit: Unit, for_user: bool = False) -> None:
         """Leave ``unit`` unsharded until the next forward, or until its shards are written. for_user: the user asked"""
+        in_graph = for_user and self.streams.is_capturing()
         for group in unit.uses:
-            self.iteration.unsharded[group] = Kept(group.shards_version(), group.unsharded_version(), for_user)
+            self.iteration.unsharded[group] = Kept(
+                group.shards_version(), group.unsharded_version(), for_user, in_graph
+            )
+
+    def refuse_gathers_of_before(self) -> None:
+        """A graph is being captured, which cannot wait for a gather that the user began before.
+
+        Raises: OrderError naming the modules
+        """
+        names = [
+            group.fqn or "the root"
+            for group, kept in self.iteration.unsharded.items()
+            if group.state is GroupState.UNSHARDING and not kept.in_graph
+        ]
+        if names:
+            raise OrderError(
+                f"unshard(async_op=True) of {', '.join(dict.fromkeys(names))} was under way "
+                "when the capture of a graph began",
+                expected="no collective under way at that moment: a graph cannot wait for work from outside",
+                fix="call wait() of its handle before the capture, or unshard within it",
+            )
 
     def reshard_what_is_out_of_date(self, groups: Iterable[ParamGroup] | None = None) -> None:
         """Reshard each of ``groups`` (None: all) that stayed unsharded and whose shards have been written since.

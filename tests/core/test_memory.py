@@ -178,7 +178,7 @@ def slow_reductions() -> Iterator[None]:
 
     def finish_and_let_go(self: Gathering) -> None:
         buffers = () if self.pending is None else self.pending._buffers
-        own = {id(self.sender._target.storage), id(self.flat.untyped_storage())}
+        own = {id(self.sender.plan.storage), id(self.flat.untyped_storage())}
         storages = [tensor.untyped_storage() for tensor in tree_leaves(list(map(list, buffers)))]
         references = [weakref.ref(storage) for storage in storages if id(storage) not in own]
         del buffers, storages

@@ -101,6 +101,8 @@ def wrong_options() -> Iterator[list[str]]:
         for option in options_of(command):
             if option.choices or option.type not in (None, Path, str):
                 yield [command, option.option_strings[-1], "no-such-folder/no-such-value", *arguments]
+    for verb in ("search", "measure"):
+        yield ["plan", *VALID["plan"], f"--{verb}"]
 
 
 @pytest.mark.parametrize("arguments", [*wrong_options()], ids=" ".join)
@@ -110,7 +112,7 @@ def test_each_option_refuses_a_wrong_value_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     assert status_of(arguments) == 2
     said = capsys.readouterr().err
-    assert "no-such-" in said
+    assert "--search is the command fsdp2 search" in said or "--measure is the command fsdp2 measure" in said or "no-such-" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -9,9 +9,10 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 from ..arguments import COUNT, add_format, word_of
+from ..errors import ArgumentError
 from ..printable import say_json
 from ..tables import Table, show
 from ..testing.clock.cards import CARDS, Card
@@ -28,6 +29,15 @@ from .workload import Workload
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fsdp2 plan``."""
     add_workload(parser)
+    for verb in ("search", "measure"):
+        parser.add_argument(f"--{verb}", action=_Verb, nargs="?", help=argparse.SUPPRESS)
+
+
+class _Verb(argparse.Action):
+    """An option that has become a command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        parser.error(f"plan --{self.dest} is the command fsdp2 {self.dest}: fsdp2 {self.dest} --help")
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -35,14 +45,14 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
+        nargs="?",
         help=f"{', '.join(SHAPES)}; hf:CONFIG.json; package.module:function, which returns a module; or a training script, SCRIPT.py",
     )
+    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as MODEL")
     parser.add_argument(
         "--arguments", metavar="ARGS", default="", help='the arguments of SCRIPT.py in one string: "--config large.toml"'
     )
-    parser.add_argument(
-        "--ranks", dest="world_size", type=word_of(COUNT), required=True, metavar="N", help="number of ranks (required)"
-    )
+    parser.add_argument("--ranks", dest="world_size", type=word_of(COUNT), metavar="N", help="number of ranks (required)")
     for each in fields(Setting):
         if "option" in each.metadata:
             option = parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata["option"])
@@ -73,11 +83,18 @@ def run(options: argparse.Namespace) -> int:
 
 def asked_for(options: argparse.Namespace) -> tuple[Workload, Setting, Card | None]:
     """What is to be planned."""
+    model = options.model or options.named_model
+    if model is None or options.world_size is None:
+        raise ArgumentError(
+            f"{options.command} needs a model and a number of ranks",
+            expected="both",
+            fix=f"for instance: fsdp2 {options.command} llama3-8b --ranks 16",
+        )
     card = None if options.card is None else card_named(options.card)
     setting = Setting(**{each.name: getattr(options, each.name) for each in fields(Setting)})
-    if options.model.endswith(".py"):
-        return *of_script(options.model, shlex.split(options.arguments), setting), card
-    return named(options.model, options.inputs), setting, card
+    if model.endswith(".py"):
+        return *of_script(model, shlex.split(options.arguments), setting), card
+    return named(model, options.inputs), setting, card
 
 
 def shown(options: argparse.Namespace, result: Any, title: str, found: Sequence[Table]) -> int:

@@ -55,7 +55,8 @@ def test_each_shape_can_be_rehearsed(name):
 
 
 @pytest.mark.slow
-def test_a_configuration_of_transformers_is_planned(tmp_path, capsys):
+@pytest.mark.parametrize("option", [(), ("--model",)])
+def test_a_configuration_of_transformers_is_planned(option, tmp_path, capsys):
     pytest.importorskip("transformers")
     config = {
         "model_type": "llama",
@@ -67,7 +68,9 @@ def test_a_configuration_of_transformers_is_planned(tmp_path, capsys):
         "vocab_size": 256,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["plan", f"hf:{tmp_path / 'config.json'}", "--ranks", "16", "--sequence", "32", "--checkpointing", "full"]) == 0
+    assert (
+        main(["plan", *option, f"hf:{tmp_path / 'config.json'}", "--ranks", "16", "--sequence", "32", "--checkpointing", "full"]) == 0
+    )
     printed = capsys.readouterr().out
     assert "over 16 ranks" in printed
     assert "Peak of a step" in printed

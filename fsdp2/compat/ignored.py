@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from ..core.iteration.module_state import unit_of, units_in
-from ..core.setup.build import modules_below
 from ..errors import ArgumentError, got
 from .settings import Options
 
@@ -42,7 +41,7 @@ def read_ignored(module: nn.Module, options: Options) -> tuple[set[nn.Module], s
                 expected="modules that are not FSDP modules themselves",
                 fix="ignore the module before it is wrapped, in the call that would wrap it",
             )
-        modules.update(modules_below([each]))
+        _collect(each, modules)
     for each in modules:
         params.update(each.parameters(recurse=False))
     for unit in units_in(module.modules()):
@@ -63,3 +62,11 @@ def _checked(given: Any, name: str, kinds: tuple[type, ...]) -> list[Any]:
             fix="pass the objects themselves, not their names",
         )
     return found
+
+
+def _collect(module: nn.Module, into: set[nn.Module]) -> None:
+    """Also what ``replicate`` manages, as in FSDP1."""
+    if module not in into and unit_of(module) is None:
+        into.add(module)
+        for child in module.children():
+            _collect(child, into)

@@ -53,8 +53,11 @@ def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str,
     served: set[int] = set()  # the precision of a call that has been named is not a second finding
     for call, made_by in wrapping_calls(names) if wanted else ():
         given = arguments(call.args, signature)
-        of_kwargs = [value for arg in given.stars for key, value in entries(names, dotted(arg.value)) or () if key == "mixed_precision"]
-        value = given.value("mixed_precision") or (of_kwargs[0] if len(of_kwargs) == 1 else None)
+        dicts = [dotted(arg.value) for arg in given.stars]
+        of_kwargs = [(each, value) for each in dicts for key, value in entries(names, each) or () if key == "mixed_precision"]
+        kwargs, value = of_kwargs[0] if len(of_kwargs) == 1 else ("", None)
+        if "mixed_precision" in given.by_name:
+            kwargs, value = "", given.value("mixed_precision")
         found = [None if is_none(each) else each for each in names.may_be(value)] if value is not None else []
         dtypes = {wanted[id(each)][1] if id(each) in wanted else "" for each in found if each is not None}
         if value is None or dtypes <= {""}:
@@ -68,7 +71,9 @@ def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str,
             editor.refuse("fsdp1", call, _UNSEEN.format(text))
             continue
         loop = f"for buffer in {{model}}.buffers():\n    if buffer.is_floating_point():\n        buffer.data = buffer.data.to({text})\n"
-        casts[id(call)] = f"if {code(value)} is not None:\n{textwrap.indent(loop, '    ')}" if sometimes else loop
+        conditions = [f'"mp_policy" in {kwargs}'] if kwargs else []  # which a branch may not give it, or a later line
+        conditions += [f"{code(value)} is not None"] if sometimes else []
+        casts[id(call)] = f"if {' and '.join(conditions)}:\n{textwrap.indent(loop, '    ')}" if conditions else loop
     for key, (call, text) in wanted.items():
         if key not in served:
             editor.refuse("fsdp1", call, _UNSEEN.format(text))

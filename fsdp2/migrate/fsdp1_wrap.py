@@ -123,20 +123,20 @@ def _renamed(editor: Editor, at: cst.CSTNode, name: str, old: cst.BaseExpression
     return new_name, text
 
 
-def _may_be_none(editor: Editor, given: cst.BaseExpression) -> bool:
-    """Whether a value could be FSDP1's "None: the default"; only a plain value cannot."""
+def _may_be_none(editor: Editor, value: cst.BaseExpression, depth: int = 0) -> bool:
+    """Whether a value could be FSDP1's "None: the default"; only a plain value cannot, and a name that only plain values are given."""
     names = editor.names
-    for value in names.may_be(given):
-        if isinstance(value, cst.Call):
-            made_by = names.origin_of(value.func)
-            is_plain = made_by.startswith("fsdp:") or made_by == "functools.partial" or code(value.func) == "getattr"
-        elif isinstance(value, cst.Subscript):
-            is_plain = names.tag_of(value) == "strategy"
-        else:
-            is_plain = names.origin_of(value).startswith("fsdp:ShardingStrategy.")
-        if not is_plain:
-            return True
-    return False
+    values = [value.body, value.orelse] if isinstance(value, cst.IfExp) else []
+    if isinstance(value, cst.Name) and names.values_of(value.value):  # not of a parameter whose callers are all that is known
+        values = names.passed_or_assigned(value)
+    if values:
+        return depth > 5 or any(_may_be_none(editor, each, depth + 1) for each in values)
+    if isinstance(value, cst.Call):
+        made_by = names.origin_of(value.func)
+        return not made_by.startswith("fsdp:") and made_by != "functools.partial" and code(value.func) != "getattr"
+    if isinstance(value, cst.Subscript):
+        return names.tag_of(value) != "strategy"
+    return not names.origin_of(value).startswith("fsdp:ShardingStrategy.")
 
 
 def _ignored_states(editor: Editor, new: cst.BaseExpression) -> str:

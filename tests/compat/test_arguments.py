@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -319,16 +320,19 @@ def test_first_release_spelling_works() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", ["modules", "states that are modules", "states that are parameters"])
+@pytest.mark.parametrize("what", ["modules", "modules, replicated inside", "states that are modules", "states that are parameters"])
 def test_ignored_parameters_stay_plain_and_are_not_reduced(what: str) -> None:
     reference, model = mlp(), mlp()
     ignored = model.blocks[1]
     buffer = torch.zeros(2)
     ignored.register_buffer("kept", buffer)
     kept = buffer.data_ptr()
+    if what == "modules, replicated inside":
+        replicate(ignored.up)
     params = {name for name, _ in model.named_parameters() if name.startswith("blocks.1.")}
     arguments = {
         "modules": {"ignored_modules": [ignored]},
+        "modules, replicated inside": {"ignored_modules": [ignored]},
         "states that are modules": {"ignored_states": [ignored]},
         "states that are parameters": {"ignored_states": list(ignored.parameters())},
     }[what]

@@ -312,3 +312,53 @@ def test_a_sharded_grad_scaler_is_ours_with_its_process_group(rewritten: Any) ->
     new = rewritten(f"{imports}\nscaler = ShardedGradScaler('cuda', 2.0, 0.5, process_group=group)\n")
     call = "fsdp2.optim.GradScaler('cuda', init_scale=2.0, backoff_factor=0.5, process_group=group)"
     assert new == f"import fsdp2\n\nscaler = {call}\n"
+
+
+@pytest.mark.parametrize(
+    "given", ["kwargs.update(mixed_precision=BF16)", "kwargs['mixed_precision'] = BF16", 'kwargs["mixed_precision"] = BF16']
+)
+def test_buffers_are_cast_only_where_the_run_gives_a_precision(rewritten: Callable[..., str], given: str) -> None:
+    """Symptom: they were cast in runs whose branch left the precision out, and BatchNorm refused its input."""
+    text = f"""import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+def make(net, low):
+    kwargs = {{}}
+    if low:
+        {given}
+    net = FSDP(net, **kwargs)
+    return net
+"""
+    assert 'if "mp_policy" in kwargs:' in rewritten(text)
+
+
+def test_a_strategy_that_an_attribute_may_not_have_is_the_default_then(rewritten: Callable[..., str]) -> None:
+    """Symptom: the rewritten script passed None, which FSDP1 takes and parallelize does not."""
+    text = """from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+
+
+class Trainer:
+    strategy = None
+
+    def __init__(self, net, full):
+        if full:
+            self.strategy = ShardingStrategy.FULL_SHARD
+        self.net = FSDP(net, sharding_strategy=self.strategy)
+"""
+    assert 'self.strategy or "zero3"' in rewritten(text)
+
+
+@pytest.mark.parametrize("annotation", ["Optional[DDP]", "DDP | None", "list[DDP]"])
+def test_ddp_in_an_annotation_becomes_the_class_of_what_is_sharded(rewritten: Callable[..., str], annotation: str) -> None:
+    text = f"""from typing import Optional
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def make(net, model: {annotation} = None):
+    net = DDP(net)
+    return net
+"""
+    assert annotation.replace("DDP", "fsdp2.FSDPModule") in rewritten(text)

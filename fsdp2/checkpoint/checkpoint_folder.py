@@ -32,9 +32,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch.optim import Optimizer
+
 from ..durable import replaced_file, sync_folder
 from .dcp_read import METADATA, read_metadata
-from .end_notes import MadeSteps
+from .end_notes import EndNotes
 from .failures import failure
 
 WAIT_S = 30.0
@@ -302,19 +304,19 @@ class Store:
     is_locked: whether it is ours to write to
     latest:    checkpoint, as the leader knows it
     number:    of the checkpoint that was made last; None: not known yet
-    steps:     how far this rank has come
+    end:       what tells the next run how this one has ended, with the checkpoints on disk
     """
 
     num_hosts = 1
 
-    def __init__(self, folder: CheckpointFolder, rank: int, leader: int = 0) -> None:
+    def __init__(self, folder: CheckpointFolder, rank: int, leader: int = 0, optimizer: Optimizer | None = None) -> None:
         self.folder = folder
+        self.end = EndNotes(folder.path, optimizer)
         self.leader = leader
         self.leads = rank == leader
         self.is_locked = False
         self.latest: Path | None = None
         self.number: int | None = None
-        self.steps = MadeSteps()
 
     def complete(self, into: Path) -> None:
         """After all ranks have written to ``into``. Raises: CheckpointError"""

@@ -49,7 +49,6 @@ from .checkpointer_load import Restored, files_to_read, read_state
 from .dcp_read import pack, unpack
 from .dcp_write import REPLACED, DigestingWriter, LatePlanner
 from .digests import number_of, read_digests
-from .end_notes import leave_note, taken_note
 from .failures import failure, from_rank_0, on_every_rank, tried
 from .host_memory import HostMemory, Kept
 from .model_tensors import checked_model
@@ -103,7 +102,7 @@ class Resumed:
     random_restored: whether the random number generators continue; False if the number of ranks changed
     source:          "memory" for a checkpoint that ``keep`` made, else "disk"
     lost:            on rank 0, why the run before has ended, in which collective others noticed, and how many steps are lost; "" if it
-                     could not leave that, or has not ended by an error within ``with Checkpointer(...)``
+                     could not leave that, or has not ended by an error within ``with Checkpointer(...)``, or there is no optimizer here
     """
 
     step: int
@@ -198,9 +197,7 @@ class Checkpointer:
         self._is_replaced = threading.Event()  # the pending save is to end without a checkpoint
         self._process_group = process_group
         self._group = borrow_group(process_group)
-        self._disk = Store(CheckpointFolder(path, keep_last), dist.get_rank(self._group))
-        if optimizer is not None:
-            self._disk.steps.count(optimizer)
+        self._disk = Store(CheckpointFolder(path, keep_last), dist.get_rank(self._group), optimizer=optimizer)
         self._memory = HostMemory(memory, self._group) if memory is not False else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
@@ -259,9 +256,15 @@ class Checkpointer:
             state = self._state_of_every_rank(step, store)
         if not store.is_locked:
             what = f"cannot save step {step} in {store.folder.path}"
-            on_every_rank(self._group, what, lambda: store.folder.lock() if store.leads else None)
+            try:
+                on_every_rank(self._group, what, lambda: store.folder.lock() if store.leads else None)
+            except FSDPError:
+                self._disk.end.at = None  # another run saves there, and its end is the one to tell
+                raise
             store.is_locked = True
-        self._disk.steps.at = step
+            if store.leads:
+                store.end.forget()
+        self._disk.end.at = step
         self._pending = self._thread.submit(at_disk()(self._write), state, step, store)
         del state  # the thread drops it when it is written
         if not self._asynchronous:
@@ -445,9 +448,9 @@ class Checkpointer:
                     with contextlib.suppress(Exception):  # the first error is the one to report
                         each()
                 raise
-        self._disk.steps.at = restored.step
+        self._disk.end.at = restored.step
         source = "disk" if kept is None else "memory"
-        lost = taken_note(self._disk.folder.path, restored.step) if self._disk.leads else ""
+        lost = self._disk.end.take(restored.step) if self._disk.leads and self._optimizer is not None else ""
         return Resumed(restored.step, path, restored.world_size, restored.random is not None, source, lost)
 
     def _read(self, checkpoint: str | os.PathLike[str] | None, verify: bool, kept: Kept | None) -> tuple[Path, Restored]:
@@ -532,6 +535,7 @@ class Checkpointer:
             self._closed = True
             self._thread.shutdown()
             self._spare.clear()
+            self._disk.end.close()
             give_back(self._group, self._process_group)
             for store in self._stores:
                 store.folder.unlock()
@@ -543,7 +547,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         if error is not None and not self._closed:
-            leave_note(self._disk.folder.path, dist.get_rank(self._group), error, self._disk.steps.at)
+            self._disk.end.leave(error)
         self.close()
 
 

@@ -140,7 +140,7 @@ class Reordered(_View):
         start = tuple(0 if place is None else box.start[place] for place in places)
         stop = tuple(1 if place is None else box.stop[place] for place in places)
         new = [place for place, dim in enumerate(self.order) if dim is None]
-        seen = out.permute(*new, *(place for place in places if place is not None))[(0,) * len(new)]
+        seen = out.permute((*new, *(place for place in places if place is not None)))[(0,) * len(new)]
         for dim, place in enumerate(places):
             if place is None:
                 seen = seen.unsqueeze(dim)

@@ -177,7 +177,7 @@ class _Records:
 
     def lazy(self, saved: SavedTensor) -> LazyTensor:
         """Raises: CheckpointError, ValueError"""
-        name, itemsize = f"data/{saved.key}", saved.dtype.itemsize
+        name = f"data/{saved.key}"
         if saved.dtype not in NAMES:
             raise failure(
                 f"{self._path} cannot be read: tensor {name} {saved.shape} is of {saved.dtype}",
@@ -185,6 +185,7 @@ class _Records:
                 fix="load it with torch.load(weights_only=True), and save it in one of these",
                 file=self._path,
             )
+        itemsize = saved.dtype.itemsize
         start, nbytes = self._find(saved.key)
         last = sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride, strict=True))
         span = 0 if 0 in saved.shape else last + 1

@@ -7,15 +7,21 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fsdp2
-from fsdp2.checkpoint.end_notes import taken_note
+from fsdp2 import ArgumentError
+from fsdp2.checkpoint import Checkpointer
+from fsdp2.checkpoint.end_notes import EndNotes
 from fsdp2.inspector.report.reading import read_run
 from fsdp2.inspector.report.tables import about
 from fsdp2.ranks import Rank, Ranks, run_ranks
+from harness import on_ranks
 from harness.runs import Run
 
 
@@ -75,6 +81,11 @@ def test_the_next_run_tells_which_rank_has_ended_the_one_before_and_what_is_lost
     assert not list((tmp_path / "checkpoints").glob("end_rank_*"))
 
 
+def notes_in(folder: Path) -> EndNotes:
+    with patch.object(dist, "get_rank", return_value=0):
+        return EndNotes(folder, None)
+
+
 def test_a_note_that_cannot_be_read_is_no_note_and_the_cause_counts_more_than_what_others_noticed(tmp_path):
     gone = "a rank is gone, or cannot be reached: the all-gather of 1 has failed"
     texts = [
@@ -83,14 +94,80 @@ def test_a_note_that_cannot_be_read_is_no_note_and_the_cause_counts_more_than_wh
         "3",
         "[" * 5000,
         "[5," + " " * 10**6,
+        '[Infinity, "x"]',
         json.dumps([5, f"{gone}; no process has ended"]),
         json.dumps([6, f"{gone}; rank 1: it has ended"]),
     ]
     for rank, text in enumerate(texts):
         (tmp_path / f"end_rank_{rank}").write_text(text)
-    os.mkfifo(tmp_path / "end_rank_7")
-    assert taken_note(tmp_path, 6) == f"{gone}; rank 1: it has ended; 0 steps lost"
-    assert taken_note(tmp_path, 6) == ""
+    os.mkfifo(tmp_path / "end_rank_8")
+    notes = notes_in(tmp_path)
+    assert notes.take(6) == f"{gone}; rank 1: it has ended; 0 steps lost"
+    assert notes.take(6) == ""
     (tmp_path / "end_rank_0").write_text(json.dumps([None, gone]))
     (tmp_path / "end_rank_1").write_text(json.dumps([None, "rank 1 on n0: ValueError: \x1b[2J"]))
-    assert taken_note(tmp_path, 0) == "rank 1 on n0: ValueError: \\x1b[2J"
+    assert notes.take(0) == "rank 1 on n0: ValueError: \\x1b[2J"
+
+
+def test_what_a_note_says_is_the_error_as_it_was(tmp_path):
+    for error, said in (
+        (ValueError("expected: 3 columns, got 4"), "ValueError: expected: 3 columns, got 4"),
+        (ArgumentError("bad", expected="good", fix="change it"), "ArgumentError: "),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+    ):
+        notes = notes_in(tmp_path)
+        notes.leave(error)  # neither saved nor loaded: nobody goes on from there
+        assert notes.take(1) == ""
+        notes.at = 3
+        notes.leave(SystemExit(0))
+        assert notes.take(1) == ""
+        notes.leave(error)
+        assert said in notes.take(1)
+    notes.leave(ValueError("\U0001f600" * 1000))
+    assert "\U0001f600" in notes.take(1)
+
+
+@on_ranks(2)
+def test_notes_are_taken_by_the_run_that_goes_on_alone_and_never_hide_its_error(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step()
+    run.checkpointer.save(1)
+    run.checkpointer.wait()
+    with pytest.raises(ValueError, match="the real error"), run.checkpointer:
+        raise ValueError("the real error")
+    with Checkpointer(tmp_path, run.model) as evaluation:
+        assert evaluation.load().lost == ""
+    again = Run(tmp_path)
+    assert ("the real error; 0 steps lost" in again.checkpointer.load().lost) == (dist.get_rank() == 0)
+    with pytest.raises(ValueError, match="another"), again.checkpointer:
+        raise ValueError("another")
+    later = Run(tmp_path)
+    later.checkpointer.save(2)  # from the start
+    later.checkpointer.wait()
+    assert later.checkpointer.load().lost == ""
+    later.checkpointer.close()
+    assert not list(tmp_path.glob("end_rank_*"))
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_what_wraps_an_optimizer_without_its_hooks_saves_and_tells_no_number_of_steps(tmp_path: Path) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_optimizer_step"):
+                raise AttributeError(name)
+            return getattr(self.__dict__["optimizer"], name)
+
+    run = Run(tmp_path)
+    run.step()
+    checkpointer = Checkpointer(tmp_path, run.model, Wrapper(run.optimizer))
+    checkpointer.save(1)
+    checkpointer.wait()
+    with pytest.raises(ValueError, match="bad"), checkpointer:
+        raise ValueError("bad")
+    run.checkpointer.close()
+    dist.barrier()
+    assert json.loads((tmp_path / f"end_rank_{dist.get_rank()}").read_text())[0] is None

@@ -198,3 +198,31 @@ def test_maps_that_do_not_lead_back_are_refused_on_every_rank_before_anything_is
     with pytest.raises(error, match=text):
         save_safetensors(model, tmp_path / "folder", key_map=key_map)
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_several_tensors_become_one(tmp_path, dim):
+    tensors = numbers(l0__q__weight=(4, 4), l0__k__weight=(4, 4), l1__q__weight=(4, 4), l1__k__weight=(4, 4))
+    shape = (8, 4) if dim == 0 else (4, 8)
+    rule = Concat(["*.q.*", "*.k.*"], "*.qk.*", dim=dim)
+    loaded, _ = load(tmp_path, tensors, Holder(l0__qk__weight=shape, l1__qk__weight=shape), rule)
+    for layer in ("l0", "l1"):
+        assert torch.equal(loaded[f"{layer}.qk.weight"], torch.cat([tensors[f"{layer}.q.weight"], tensors[f"{layer}.k.weight"]], dim))
+
+
+@pytest.mark.parametrize("sizes", [None, [4, 2, 2]])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_tensor_becomes_several(tmp_path, dim, sizes):
+    tensors = numbers(h__qkv__weight=(8, 8))
+    shapes = [(4, 8), (2, 8), (2, 8)] if dim == 0 else [(8, 4), (8, 2), (8, 2)]
+    model = Holder(h__q__weight=shapes[0], h__k__weight=shapes[1], h__v__weight=shapes[2])
+    loaded, _ = load(tmp_path, tensors, model, [Split("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"], dim, sizes)])
+    for name, part in zip("qkv", tensors["h.qkv.weight"].split([4, 2, 2], dim), strict=True):
+        assert torch.equal(loaded[f"h.{name}.weight"], part)
+
+
+def test_the_numbers_of_one_tensor_become_tensors_of_their_own(tmp_path):
+    tensors = numbers(h__scales=(3,))
+    model = Holder(**{f"h__{index}__scale": () for index in range(3)})
+    loaded, _ = load(tmp_path, tensors, model, [Unstack("*.scales", "*.#.scale")])
+    assert [loaded[f"h.{index}.scale"].item() for index in range(3)] == tensors["h.scales"].tolist()

@@ -35,7 +35,7 @@ from fsdp2.checkpoint import (
 )
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
 from fsdp2.checkpoint.dcp_write import DigestingWriter
-from fsdp2.checkpoint.end_notes import leave_note
+from fsdp2.checkpoint.end_notes import EndNotes
 from fsdp2.inspector.run_folder import Lines, write_json
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
@@ -244,7 +244,10 @@ def test_links_in_the_place_of_what_is_written_are_not_followed(tmp_path: Path) 
     lines = Lines(tmp_path / "ledger.rank0.jsonl")
     lines.write({"a": 1})
     lines.close()
-    leave_note(tmp_path, 0, ValueError("bad"), 1)
+    with patch.object(dist, "get_rank", return_value=0):
+        notes = EndNotes(tmp_path, None)
+        notes.at = 1
+        notes.leave(ValueError("bad"))
     assert victim.read_text() == "mine"
     assert torch.load(tmp_path / "full.pt", weights_only=True).keys() == mlp().state_dict().keys()
     assert not (tmp_path / "full.pt").is_symlink()

@@ -26,9 +26,6 @@ from .memory_now import MemoryNow
 DTYPE_NBYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 
 
-_MAIN = threading.main_thread().ident
-
-
 def nbytes_of(record: Record) -> int:
     """Bytes of the whole buffer, padding included; a tensor of another dtype travels as bytes."""
     return record.numel * DTYPE_NBYTES.get(record.dtype, 1)
@@ -60,7 +57,7 @@ class Counts:
 
 
 def _stamps(device: torch.device) -> Callable[[], Any]:
-    """A function that returns an event behind the work of the current stream; None while that is captured, to run later and often."""
+    """A function that returns an event after the work of the current stream; None while that is captured, to run later and often."""
     module = torch.get_device_module(device.type)
     is_capturing = getattr(module, "is_current_stream_capturing", bool)
 
@@ -68,7 +65,7 @@ def _stamps(device: torch.device) -> Callable[[], Any]:
         if is_capturing():
             return None
         event = module.Event(enable_timing=True)
-        event.record()
+        event.record(module.current_stream(device))
         return event
 
     return stamp
@@ -80,6 +77,7 @@ class Meter(Computing[Any]):
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self.memory = MemoryNow()
+        self._thread = threading.get_ident()  # that trains; another one may save
         self._clock = clock
         self._stamp: Callable[[], Any] = clock
         self._on_host = True
@@ -104,10 +102,12 @@ class Meter(Computing[Any]):
         taken, self._counts = self._counts, Counts()
         self._queued.append(self._computing)
         self._computing = []
-        if self._on_host or not self._queued[0] or (now is not None and self._queued[0][-1][-1].query()):
-            for key, begin, end in self._queued.popleft():
-                seconds = end - begin if self._on_host else begin.elapsed_time(end) / 1e3
-                taken.computing[key] = taken.computing.get(key, 0.0) + seconds
+        done: list[tuple[tuple[str, str], Any, Any]] = []
+        while self._queued and (self._on_host or (now is not None and all(end.query() for *_, end in self._queued[0]))):
+            done = self._queued.popleft()
+        for key, begin, end in done:
+            seconds = end - begin if self._on_host else begin.elapsed_time(end) / 1e3
+            taken.computing[key] = taken.computing.get(key, 0.0) + seconds
         return taken
 
     def _computed(self, phase: str, unit: str, begin: Any, end: Any) -> None:
@@ -124,14 +124,14 @@ class Meter(Computing[Any]):
 
     def waits(self, record: Record) -> None:
         self.memory.look()
-        if self._since is not None and threading.get_ident() == _MAIN:  # outside of a hook; another thread saves
+        if self._since is not None and threading.get_ident() == self._thread:  # outside of a hook
             self._pause(self._stamp())
         self._waits_since = self._clock()
 
     def done(self, record: Record) -> None:
         if self._waits_since is not None:
             waited = self._clock() - self._waits_since
-            if self._hook_since is None and self._since is None:
+            if self._hook_since is None and self._since is None and threading.get_ident() == self._thread:
                 self._resume(self._stamp())
             self._waits_since = None
             self._tally(record).exposed += waited

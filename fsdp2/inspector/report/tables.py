@@ -8,6 +8,7 @@ from typing import Any
 
 from ...printable import in_bytes
 from ..chrome import MAIN
+from ..computing import BETWEEN
 from ..run_folder import Values
 from .reading import Run, last_step
 
@@ -80,15 +81,19 @@ MAX_NAMED = 8
 def waited_for(run: Run) -> list[tuple[str, str, int, float, float]]:
     """(phase, unit, rank, its ms, those of the median rank) where others wait for a rank that computes longer, the longest first.
 
-    A difference of less than a hundredth of a step is none.
+    A difference of less than a hundredth of a step is none. Between forward and backward a rank may wait in a collective of the
+    program's own, which nobody times: it counts there only if its whole step without waits takes longer.
     """
     found = {rank: computing_ms(lines) for rank, lines in run.ledgers.items() if lines}
-    least = statistics.median(own_ms(run).values()) / 100 if found else 0.0
+    own = own_ms(run)
+    median_own = statistics.median(own.values()) if found else 0.0
+    least = median_own / 100
     rows = []
     for phase, unit in {key: None for each in found.values() for key in each}:
         ms = {rank: each.get((phase, unit), 0.0) for rank, each in found.items()}
         rank, median = max(ms, key=ms.__getitem__), statistics.median_low(ms.values())
-        if ms[rank] > max(MUCH_SLOWER * median, median + least):
+        is_slow = phase != BETWEEN or own[rank] > max(MUCH_SLOWER * median_own, median_own + least)
+        if is_slow and ms[rank] > max(MUCH_SLOWER * median, median + least):
             rows.append((phase, unit, rank, ms[rank], median))
     return sorted(rows, key=lambda row: row[4] - row[3])
 

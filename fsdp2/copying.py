@@ -130,6 +130,8 @@ def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState
     new.ignored = [Owner(memo[id(owner.module)], owner.name) for owner in unit.ignored if id(owner.module) in memo]
     for group, made in zip(unit.groups, new.groups, strict=True):
         made.gradients.options = group.gradients.options
+        if group in unit.kept_frozen:
+            new.kept_frozen = {**new.kept_frozen, made: None}
     new.hooks = UnitHooks(new)
     new.hooks.adopt_casts(unit.hooks)
     new.hooks.install()

@@ -333,14 +333,15 @@ class FSDPModule(_Module):
         """Keep frozen parameters gathered, from one use to the next, up to this many bytes of unsharded parameters. Recursive.
 
         A group with only frozen parameters is then gathered once, and again after its shards were written, instead of in each
-        forward, recomputation and backward of each micro-batch. Modules show the sharded parameters in between. The groups that
-        stay are those that come first in ``named_modules()`` and fit: with a group for each use in turn, dropping the least
-        recently used one would drop each just before it is needed. Frozen and trained parameters of one module share a group
-        if they have the same dtypes and mesh, and such a group never stays.
+        forward, recomputation and backward of each micro-batch. Modules show the sharded parameters in between: write these, not
+        their ``data``, which leaves no trace (on a CPU the next forward raises then). The groups that stay are those that come
+        first in ``named_modules()`` and fit: with a group for each use in turn, dropping the least recently used one would drop
+        each just before it is needed. Frozen and trained parameters of one module share a group if they have the same dtypes and
+        mesh, and such a group never stays; neither do embeddings with ``max_norm``, and parameters that modules share.
 
-        max_nbytes: of this rank, in the dtype that is gathered; 0: as before
-        Collective: no; all ranks must make the call. A parameter that is trained again leaves, and one that is frozen later does
-                    not come in, before the next call.
+        max_nbytes: of this rank, in the dtype that is gathered; 0: as before, and frees what has stayed
+        Collective: no; all ranks must make the call, not within a forward or a backward. A parameter that is trained again leaves;
+                    one that is frozen later stays out until the next call.
         Raises:     ArgumentError for what is no number of bytes
 
         Example:
@@ -349,13 +350,13 @@ class FSDPModule(_Module):
         """
         left = checked_nbytes("set_frozen_budget", "max_nbytes", max_nbytes)
         for unit in dict.fromkeys(_units(self, recurse=True)):
+            unit.kept_frozen = {}
             _reshard(unit)
-            unit.kept_frozen = ()
             for group in unit.groups:
                 is_frozen = not any(param.trainable for param in group.params)
-                if is_frozen and group.holders is None and group.plan.unsharded_nbytes <= left:
+                if is_frozen and group.holders is None and not unit.max_norm_weights and group.plan.unsharded_nbytes <= left:
                     left -= group.plan.unsharded_nbytes
-                    unit.kept_frozen = (*unit.kept_frozen, group)
+                    unit.kept_frozen = {**unit.kept_frozen, group: None}
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers the parameters; an embedding's backward does not need them.
@@ -675,8 +676,6 @@ def _reshard(unit: ModuleState) -> None:
     for group in unit.uses:
         group.take_over_toggles()
     unit.reshard()
-    for group in unit.kept_frozen:
-        group.reshard()
     unit.await_host_reads()
 
 

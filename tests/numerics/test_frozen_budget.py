@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -116,9 +117,10 @@ def test_the_first_groups_that_fit_stay_and_others_go():
     assert set(unsharded_nbytes(model).values()) == {0}
     model.set_frozen_budget(ALL)
     step_of(model)
-    model.blocks[1].reshard()
+    model.blocks[1].unshard()
+    model.blocks[1].reshard()  # the user may have written it
     assert unsharded_nbytes(model) == {"": 0, "blocks.0": one, "blocks.1": 0, "blocks.2": one}
-    model.reset_iter_state()
+    model.set_frozen_budget(0)
     assert set(unsharded_nbytes(model).values()) == {0}
 
 
@@ -165,3 +167,168 @@ def test_what_is_no_number_of_bytes_is_refused():
     for wrong in (-1, 1.5, None, True):
         with pytest.raises(ArgumentError, match="max_nbytes"):
             model.set_frozen_budget(wrong)
+
+
+def on_rank_0(name: str, model: Any) -> None:
+    if dist.get_rank() == 0:
+        if name == "reset_iter_state":
+            model.reset_iter_state()
+        elif name == "reshard":
+            model.blocks[1].reshard()
+        elif name == "lists parameters":
+            list(model.parameters())
+
+
+def fails_in_forward_on_rank_0(model: Any, x: Any) -> None:
+    """After the next block was prefetched, in an evaluation: the other rank goes on to the end."""
+    block = model.blocks[len(model.blocks) - 2]
+    handle = block.norm.register_forward_hook(lambda *args: 1 / 0) if dist.get_rank() == 0 else None
+    with torch.no_grad():
+        if handle is None:
+            model(x)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                model(x)
+            handle.remove()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["reset_iter_state", "reshard", "lists parameters", "nothing"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_recovers_alone_gathers_as_the_others_do(name, fails):
+    """Symptom: that rank freed frozen parameters which the others kept, and gathered alone in the next forward."""
+    model, reference = with_reference(adapters(mlp()), kept)
+    x = torch.ones(2, 7)
+    model(x).sum().backward()
+    model.zero_grad()
+    if fails:
+        fails_in_forward_on_rank_0(model, x)
+    else:
+        with torch.no_grad():
+            model(x)
+    on_rank_0(name, model)
+    assert_close(model(x), reference(x))
+    model.zero_grad()
+    assert_trains_as(model, reference, batches())
+
+
+@on_ranks(2)
+def test_a_prefetched_group_that_nobody_uses_is_not_left_shown():
+    model = kept(adapters(mlp()))
+    x = torch.ones(2, 7)
+    with torch.no_grad():
+        model(x)
+        model(x)
+        blocks = model.blocks
+        model.blocks = blocks[:1]
+        model(x)
+    assert all(hasattr(param, "placements") for param in blocks.parameters())
+
+
+@on_ranks(2)
+def test_a_step_of_an_optimizer_that_has_frozen_parameters_too_gathers_none_of_them():
+    model = kept(adapters(mlp()))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+
+    def step() -> None:
+        step_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    counts = gathers_of(step)
+    assert [counts[f"blocks.{index}"] for index in range(3)] == [0, 0, 0]
+
+
+BETWEEN = {
+    "budget": lambda model: model.set_frozen_budget(ALL),
+    "kept after backward": lambda model: model.set_reshard_after_backward(False),
+    "nothing": lambda model: None,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_write_is_used_whenever_it_comes(name):
+    """Symptom: the versions that a write is told by were those of after it."""
+    for moment in ("before backward", "after backward", "after a reset"):
+        model, reference = with_reference(adapters(mlp()), kept)
+        x = torch.ones(2, 7)
+        loss = model(x).sum()
+        BETWEEN[name](model)
+        if moment != "before backward":
+            loss.backward()
+        if moment == "after a reset":
+            model.reset_iter_state()
+        with torch.no_grad():
+            for each in (model, reference):
+                each.blocks[1].up.weight.mul_(2)
+        if moment == "before backward":
+            loss.backward()
+        assert_close(model(x), reference(x))
+
+
+@on_ranks(2)
+def test_what_the_user_writes_unsharded_is_forgotten_as_without_a_budget():
+    model, plain = with_reference(adapters(mlp()))
+    kept(model)
+    shard_blocks(plain, True)
+    x = torch.ones(2, 7)
+    for each in (model, plain):
+        each.blocks[1].unshard()
+        with torch.no_grad():
+            each.blocks[1].up.weight.mul_(3)
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+
+
+@on_ranks(2)
+def test_an_embedding_that_forward_shrinks_is_gathered_each_time():
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(8, 6, max_norm=0.5), nn.Linear(6, 3))
+    model[0].requires_grad_(False)
+    model, reference = with_reference(model, lambda each: kept_parts(each))
+    ids = torch.arange(8)
+    for _ in range(4):
+        assert_close(model(ids), reference(ids))
+
+
+def kept_parts(model: Any) -> None:
+    fsdp2.fully_shard(model[0], mesh=cpu_mesh())
+    fsdp2.fully_shard(model, mesh=cpu_mesh())
+    model.set_frozen_budget(ALL)
+
+
+@on_ranks(2)
+def test_a_copy_keeps_the_budget():
+    model = copy.deepcopy(kept(adapters(mlp())))
+    step_of(model)
+    counts = gathers_of(lambda: step_of(model))
+    assert [counts[f"blocks.{index}"] for index in range(3)] == [0, 0, 0]
+
+
+@on_ranks(2)
+def test_an_optional_module_that_runs_twice_is_shown_twice():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.tower = nn.Linear(7, 7), nn.Linear(7, 7)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.tower(self.tower(self.first(x)))
+
+    torch.manual_seed(0)
+    model: Any = Twice()
+    model.tower.requires_grad_(False)
+
+    def shard(each: Any) -> None:
+        fsdp2.fully_shard(each.tower, mesh=cpu_mesh()).set_optional()
+        fsdp2.fully_shard(each, mesh=cpu_mesh())
+        each.set_frozen_budget(ALL)
+
+    model, reference = with_reference(model, shard)
+    x = torch.ones(2, 7)
+    for _ in range(2):
+        assert_close(model(x), reference(x))
+        model(x).sum().backward()

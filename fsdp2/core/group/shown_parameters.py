@@ -125,6 +125,7 @@ class ModuleRegistry:
                 continue
             if now is None or isinstance(now, nn.Parameter):  # else it is there for one call, as by ``functional_call``
                 self._refuse_untying(param)
+                _refuse_tying(param, now)
                 _adopt_replacement(param, now)
                 self._is_prepared, found = False, True
         return found

@@ -183,12 +183,8 @@ class Backward:
         """
         tree = self._tree
         self.end_recomputations()
-        kept = tree.iteration.unsharded
         tree.iteration = tree.iteration.after_backward(is_last)
         for unit in reversed(tree.units):
-            for group in unit.kept_frozen:
-                if group in kept:
-                    tree.iteration.unsharded[group] = kept[group]
             pends = False
             for group in unit.groups:
                 if group.gradients.is_waiting():

@@ -252,6 +252,7 @@ class OptionalForward(Forward):
         log = collective_log.current
         if log is not None:
             log.enter("forward", unit.name)
+        unit.issue()  # no collective: what is not gathered is refused above
         unit.wait()
         if log is not None:
             log.resume()

@@ -12,9 +12,10 @@ Worked example: an embedding with a unit of its own, and a head in the root that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -93,6 +94,20 @@ class UnitOptions:
         return self.backward_prefetch == "pre" and self.backward_depth.units > 0 and not self.prefetch_backward
 
 
+class Kept(NamedTuple):
+    """A group that stays unsharded, as it was when that began.
+
+    shards, unsharded: versions of its shards and of its unsharded parameters
+    for_user:          the user called ``unshard``, and may write the unsharded parameters, until they are resharded
+    in_graph:          and did so while a graph was captured
+    """
+
+    shards: tuple[int, int]
+    unsharded: int
+    for_user: bool = False
+    in_graph: bool = False
+
+
 class Unit:
     """What one ``fully_shard`` call made.
 
@@ -102,7 +117,8 @@ class Unit:
     ignored:          where the parameters are that the user manages
     fqn:              the name of its first module, from the root
     summoned:         its modules show whole parameters from ``summon_full_params``, which forward uses as they are
-    kept_frozen:      groups that ``reshard`` only hides while all of their parameters are frozen
+    kept_frozen:      groups that ``reshard`` only hides while all of their parameters are frozen, as they were when
+                      gathered; None: not gathered yet, or by the user, who may have written the values
     watchers:         functions that a root calls at each end of backward
     guarded:          a rank whose pass an exception ends takes part in it all the same, by the log of forward
     num_served:       how many of its modules' forwards ``modules/guarded_pass.py`` has served
@@ -110,7 +126,7 @@ class Unit:
 
     guarded = False
     num_served = 0
-    kept_frozen: Sequence[ParamGroup] = ()
+    kept_frozen: Mapping[ParamGroup, Kept | None] = MappingProxyType({})
     watchers: tuple[Callable[[], None], ...] = ()
 
     def __init__(
@@ -183,6 +199,7 @@ class Unit:
         if torch_autograd.profiler_is_on():
             profiled = record_function(f"FSDP::all_gather ({self.fqn or 'root'})")
             profiled.__enter__()
+        kept = [group for group in self.kept_frozen if group.state is GroupState.SHARDED] if self.kept_frozen else ()
         try:
             for group in self.uses:
                 group.issue(copy, together)
@@ -196,6 +213,9 @@ class Unit:
                 self.release()
             raise
         finally:  # on a stream device also if the gather of another group failed
+            if kept:
+                gathered = {group: Kept(group.shards_version(), group.unsharded_version()) for group in kept}
+                self.kept_frozen = {**self.kept_frozen, **gathered}
             if together:
                 self._send(together)
             if profiled is not None:
@@ -234,10 +254,12 @@ class Unit:
                 group.holders.discard(self)
                 if not group.holders:
                     group.reshard()
+            elif group in self.kept_frozen:  # other ranks may use it, and keep it
+                group.wait()
+                if not self._keeps(group):
+                    group.reshard()
             else:
                 group.release()
-                if group in self.kept_frozen:
-                    group.keep_if_frozen()
 
     def reshard(self, to_smaller: bool = False) -> None:
         """Reshard the groups that no other unit holds. to_smaller: each to its smaller mesh, if it has one"""
@@ -246,12 +268,16 @@ class Unit:
                 group.holders.discard(self)
                 if group.holders:
                     continue
-            if group in self.kept_frozen and group.keep_if_frozen():
+            if self.kept_frozen and self._keeps(group):
                 continue
             if to_smaller:
                 group.reshard_to_smaller()
             else:
                 group.reshard()
+
+    def _keeps(self, group: ParamGroup) -> bool:
+        """Hide ``group`` if it may stay unsharded. Return whether it does."""
+        return self.kept_frozen.get(group) is not None and group.keep_if_frozen()
 
     def reshard_for_all(self) -> None:
         """Reshard the groups even if other units hold them: the user's modules must show sharded parameters now."""
@@ -275,7 +301,8 @@ class Unit:
             group.gradients.discard()
             if group.holders:
                 group.holders.clear()
-            group.reshard()
+            if not self._keeps(group):  # a rank may recover alone, and others keep what is frozen
+                group.reshard()
 
     def has_gradients(self) -> bool:
         return any(param.sharded.grad is not None for group in self.groups for param in group.params)

@@ -13,7 +13,7 @@ from ..comm.streams import Event, Streams, streams_of
 from ..group.param import ShardedParam
 from ..group.param_group import GroupState, ParamGroup
 from .reductions import Reductions
-from .unit import Unit
+from .unit import Kept, Unit
 
 
 class ForwardEnd(NamedTuple):
@@ -27,20 +27,6 @@ class ForwardEnd(NamedTuple):
     unit: Unit
     event: Event
     versions: list[tuple[int, int]]
-
-
-class Kept(NamedTuple):
-    """A group that stays unsharded until the next forward, as it was when that began.
-
-    shards, unsharded: versions of its shards and of its unsharded parameters
-    for_user:          the user called ``unshard``, and may write the unsharded parameters, until they are resharded
-    in_graph:          and did so while a graph was captured
-    """
-
-    shards: tuple[int, int]
-    unsharded: int
-    for_user: bool
-    in_graph: bool = False
 
 
 class Iteration:
@@ -99,9 +85,11 @@ class UnitTree:
 
     def leave_unsharded(self, unit: Unit, for_user: bool = False) -> None:
         """Leave ``unit`` unsharded until the next forward, or until its shards are written. for_user: the user asked"""
+        if for_user:
+            unit.kept_frozen = dict.fromkeys(unit.kept_frozen)
         in_graph = for_user and self.streams.is_capturing()
         for group in unit.uses:
-            self.iteration.unsharded[group] = Kept(
+            self.iteration.unsharded[group] = unit.kept_frozen.get(group) or Kept(
                 group.shards_version(), group.unsharded_version(), for_user, in_graph
             )
 
@@ -130,6 +118,10 @@ class UnitTree:
                 ParameterError naming one that the user has replaced by what is not sharded alike
         """
         unsharded = self.iteration.unsharded
+        for unit in self.units:
+            for group, frozen in unit.kept_frozen.items():
+                if group.state is GroupState.HIDDEN and frozen is not None:
+                    unsharded[group] = frozen
         lost: dict[ParamGroup, list[str]] = {}
         for group in list(unsharded) if groups is None else groups:  # a forward that begins may run only some of them
             kept = unsharded.get(group)
@@ -196,9 +188,6 @@ class UnitTree:
             stays = torch.is_grad_enabled() or not unit.has_gradients()
         if not stays:
             unit.reshard()
-            for group in unit.kept_frozen:
-                if group.state is GroupState.HIDDEN and group not in self.iteration.unsharded:
-                    self.iteration.unsharded[group] = Kept(group.shards_version(), group.unsharded_version(), False)
             return
         self.leave_unsharded(unit)  # before the shards over a smaller mesh are made, for which there may be no memory
         self.iteration.left_by_forward.add(unit)
@@ -265,7 +254,7 @@ def release(units: list[Unit]) -> None:
     """Wait for the gathers of ``units`` under way: after this, sharded parameters may be written."""
     for unit in units:
         for group in unit.uses:
-            if group.state is GroupState.UNSHARDING or group.holders is not None:
+            if group.state is GroupState.UNSHARDING or group.holders is not None or group in unit.kept_frozen:
                 unit.release()
                 break
     units.clear()

@@ -122,7 +122,7 @@ _LATER: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Tensor]
 
 
 def _look_again(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    num_sharded, references = _LATER[optimizer]
+    num_sharded, references = _LATER.get(optimizer, (0, []))  # several may share their hooks
     living = [param for each in references if (param := each()) is not None]
     trained = [param for param in living if param.grad is not None]
     if trained:

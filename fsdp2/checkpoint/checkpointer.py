@@ -442,7 +442,7 @@ class Checkpointer:
             what, undo = f"cannot go on from {path}", list[Callable[[], object]]()
             try:
                 on_every_rank(self._group, what, lambda: self._restore(restored, undo))
-                on_every_rank(self._group, what, lambda: self._restore_data(restored))  # last: a data loader is not asked to go back
+                lost = on_every_rank(self._group, what, lambda: self._restore_data(restored))  # last: a data loader cannot go back
             except FSDPError:
                 for each in reversed(undo):
                     with contextlib.suppress(Exception):  # the first error is the one to report
@@ -450,7 +450,6 @@ class Checkpointer:
                 raise
         self._disk.end.at = restored.step
         source = "disk" if kept is None else "memory"
-        lost = self._disk.end.take(restored.step) if self._disk.leads and self._optimizer is not None else ""
         return Resumed(restored.step, path, restored.world_size, restored.random is not None, source, lost)
 
     def _read(self, checkpoint: str | os.PathLike[str] | None, verify: bool, kept: Kept | None) -> tuple[Path, Restored]:
@@ -511,7 +510,8 @@ class Checkpointer:
         undo.append(partial(put_back, model, host_copy(named_model_state(model))))
         load_into(model, restored.model)
 
-    def _restore_data(self, restored: Restored) -> None:
+    def _restore_data(self, restored: Restored) -> str:
+        """Return how the run before has ended: other ranks, which may leave notes of their own, still wait for this one."""
         if isinstance(self._data, Stateful):
             self._data.load_state_dict(unpack(restored.data))
         elif self._data is not None:
@@ -519,6 +519,7 @@ class Checkpointer:
             self._data.update(unpack(restored.data))
         if restored.random is not None:  # again: the user's objects may have drawn random numbers
             set_random_state(unpack(restored.random), self._device_type)
+        return self._disk.end.take(restored.step) if self._disk.leads and self._optimizer is not None else ""
 
     # --- the end ---
 

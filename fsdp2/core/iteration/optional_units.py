@@ -49,7 +49,7 @@ class _Mark(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A rank's message to the others. marks: in order; with_inputs: the calls of which an input needs a gradient"""
+    """A rank's message to the others. marks: in order; with_inputs: the calls with an input that needs a gradient"""
 
     marks: tuple[_Mark, ...]
     with_inputs: tuple[tuple[int, int, int], ...]

@@ -140,7 +140,7 @@ def _note_write(checked: _Checked) -> None:
                 its_group.refuse_parked()
             living = [param for each in members if (param := each()) is not None]
             written = [param for param in living if param.sharded.grad is not None]
-            if written or any(param.trainable for param in its_group.params):  # all ranks alike
+            if written or any(param.trainable for param in its_group.params):  # the same on all ranks
                 its_group.note_write(now, written)
             if not in_backward:  # the host may write the shards now, and what is still unsharded is out of date
                 its_group.hide()

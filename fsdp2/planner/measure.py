@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from ..arguments import PLACE, word_of
 from ..testing.clock.cards import Card, HostCosts, Protocol
-from ..torch_names import torch_tensors
+from ..torch_names import torch_collectives, torch_tensors
 from .card_file import write_card
 
 _ROUNDS = 7
@@ -129,13 +129,15 @@ def _attention_flops(device: torch.device) -> float:
 def _collectives(device: torch.device) -> tuple[float, float, float]:
     """Seconds of an all-gather of next to nothing, bytes/s of a rank in a large one, and the share of its speed that this takes from a
     product next to it (on a CPU 0: the threads of both share its cores, which ``flops`` has)."""
-    size = dist.get_world_size()
+    world = dist.group.WORLD
+    assert world is not None
+    size = world.size()
     nbytes = (4 if device.type == "cpu" else 256) << 20
 
     def gather(numel: int) -> Callable[[], Any]:
         own = torch.ones(numel, dtype=torch.uint8, device=device)
         whole = torch.empty(numel * size, dtype=torch.uint8, device=device)
-        return lambda: dist.all_gather_into_tensor(whole, own, async_op=True)
+        return lambda: torch_collectives.all_gather_single(whole, own, world, True)
 
     small, whole = gather(16), gather(nbytes // size)
     base, large = (_seconds(lambda run=run: run().wait(), device) for run in (small, whole))  # type: ignore[misc]

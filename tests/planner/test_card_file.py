@@ -42,10 +42,11 @@ def model():
 
 
 @pytest.mark.full
-def test_a_card_of_this_machine_is_measured_and_prices_a_plan(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_a_card_of_this_machine_is_measured_and_prices_a_plan(tmp_path: Path, capfd, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = tmp_path / "card.json"
     assert main(["measure", str(path)]) == 0
+    assert "Warning" not in capfd.readouterr().err
     card = read_card(path)
     assert card.ranks_per_host == 2
     assert card.is_measured
@@ -56,4 +57,4 @@ def test_a_card_of_this_machine_is_measured_and_prices_a_plan(tmp_path: Path, ca
     (tmp_path / "model_of_the_test.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "model_of_the_test:model", "--ranks", "2", "--ranks-per-host", "2", "--card", str(path)]) == 0
-    assert re.search(r"A step on CPU, measured: .* ms, unproven, .* MFU \(measured\)", capsys.readouterr().out)
+    assert re.search(r"A step on CPU, measured: .* ms, unproven, .* MFU \(modeled, measured rates\)", capfd.readouterr().out)

@@ -56,6 +56,8 @@ class Row:
     hsdp: bool = False
     offload: bool = False
     prefetch: int = 0
+    reduce_dtype: torch.dtype = torch.float32
+    blocks_per_unit: int = 1
     target: float = 1.0
     worlds: tuple[int, ...] = WORLDS
     fused: bool = True
@@ -70,6 +72,10 @@ ROWS = {
     "dense, HSDP": Row(step_models.LLAMA_8B, hsdp=True, worlds=(64, 512)),
     "dense, offload": Row(step_models.LLAMA_8B, offload=True, worlds=(64, 512)),
     "dense, short": Row(step_models.LLAMA_8B, sequence=1024),
+    "dense, short, prefetch 2 deep": Row(step_models.LLAMA_8B, sequence=1024, prefetch=2, worlds=(512,)),
+    "dense, short, two blocks per unit": Row(step_models.LLAMA_8B, sequence=1024, blocks_per_unit=2, worlds=(512,)),
+    "dense, short, bf16 reduction": Row(step_models.LLAMA_8B, sequence=1024, reduce_dtype=torch.bfloat16, worlds=(512,)),
+    "dense, short, HSDP": Row(step_models.LLAMA_8B, sequence=1024, hsdp=True, worlds=(512,)),
     "mixed dtypes": Row(step_models.LLAMA_8B, change=step_models.store_in_two_dtypes, norms_apart=True, recompute="wholly", target=0.9),
     "experts": Row(step_models.EXPERTS, sequence=4096, target=0.9, worlds=(1, 8, 64)),  # upstream cannot cut 1408 rows into 512
     "float8 gathers": Row(step_models.LLAMA_8B, change=step_models.gather_in_float8, target=0.9),
@@ -87,7 +93,7 @@ def sharded(row: Row, implementation: str, mesh: Any) -> Any:
     """The row's model, on the mesh's device."""
     package = common.package_of(implementation)
     options: dict[str, Any] = {"mesh": mesh}
-    options["mp_policy"] = package.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options["mp_policy"] = package.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=row.reduce_dtype)
     if row.offload:
         options["offload_policy"] = package.CPUOffloadPolicy()
     with torch.device("meta"):
@@ -105,7 +111,11 @@ def sharded(row: Row, implementation: str, mesh: Any) -> Any:
     for block in blocks:
         if row.norms_apart and implementation == UPSTREAM:
             package.fully_shard([block.attention_norm, block.ffn_norm], **options)
-    units = [model.tokens, *model.blocks, *([model.output] if row.norms_apart else [[model.norm, model.output]])]
+    together = row.blocks_per_unit
+    blocks_of_units = (
+        list(model.blocks) if together == 1 else [list(model.blocks[at : at + together]) for at in range(0, len(blocks), together)]
+    )
+    units = [model.tokens, *blocks_of_units, *([model.output] if row.norms_apart else [[model.norm, model.output]])]
     for unit in units:
         package.fully_shard(unit, **options, **experts)
     package.fully_shard(model, **options)

@@ -49,7 +49,8 @@ class Forward:
         if self._host_waits:
             unit.wait()
         recording = self._recording
-        recording.append(unit)
+        if len(unit.calls.to_run) in (0, len(unit.modules)):  # not the next module of a list that has begun
+            recording.append(unit)
         options = unit.options
         others = options.prefetch_forward
         position = len(recording)

@@ -24,14 +24,14 @@ from ..core.iteration.module_state import sharded_parameters, unit_of, unit_with
 from ..errors import message
 
 _TORCHS_WORDS = "got mixed torch.Tensor and DTensor"
-_EXPLAINED = "a sharded parameter met a plain tensor"
+EXPLAINED = "a sharded parameter met a plain tensor"
 _NOT_A_METHOD_OF_THE_USER = ("_call_impl", "_wrapped_call_impl", "__call__", "forward")
 
 
 def explain_mixed_tensors(error: BaseException | None) -> None:
     """If ``error`` is torch's about mixed tensors, add the parameter's name, why it is sharded now, and the fix."""
     text = str(error)
-    if error is None or _TORCHS_WORDS not in text or _EXPLAINED in text:
+    if error is None or _TORCHS_WORDS not in text or EXPLAINED in text:
         return
     frames = list(_frames(error))
     sharded = sharded_parameters()
@@ -42,7 +42,7 @@ def explain_mixed_tensors(error: BaseException | None) -> None:
     error.args = (
         f"{text}\n"
         + message(
-            f"{_EXPLAINED}: {found.fqn} {tuple(found.sharded.shape)}, {found.spec.sharded.placements} is sharded here",
+            f"{EXPLAINED}: {found.fqn} {tuple(found.sharded.shape)}, {found.spec.sharded.placements} is sharded here",
             items=[cause.what],
             expected="parameters that are unsharded, as they are in their module's forward and backward, or DTensors on both sides",
             fix=cause.fix,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import FUNCTION, require
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ModuleError
 from ..grouping.policies import Wrap
 from ..strategy import StrategyName
 from ..testing.clock.cards import CARDS, Card
@@ -133,9 +133,10 @@ def plan_of(
     planned = _planned(workload, setting, card, is_of_interest)
     root = sum(group.numel for group in planned.groups if not group.name)
     if is_of_interest is None and setting.wrap != "auto" and root > _ROOT_SHARE * planned.numel:
-        other = _planned(workload, replace(setting, wrap="auto"), card, None)
-        if other.memory.peak.nbytes < planned.memory.peak.nbytes:
-            return replace(planned, large_root=LargeRoot(root / planned.numel, other.memory.peak.nbytes))
+        with contextlib.suppress(ModuleError):  # the root may use parameters of its children, which need its forward then
+            other = _planned(workload, replace(setting, wrap="auto"), card, None)
+            if other.memory.peak.nbytes < planned.memory.peak.nbytes:
+                return replace(planned, large_root=LargeRoot(root / planned.numel, other.memory.peak.nbytes))
     return planned
 
 

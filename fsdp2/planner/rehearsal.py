@@ -24,6 +24,7 @@ from ..core.iteration import reductions
 from ..errors import ArgumentError, FSDPError, ModuleError, short
 from ..grouping.planning import Plan as Wrapping
 from ..grouping.planning import plan as plan_wrapping
+from ..hints.mixed_tensors import EXPLAINED
 from ..inspect import Group
 from ..inspect import units as units_of
 from ..optim import FlatOptimizer
@@ -232,6 +233,13 @@ def _not_rehearsed(workload: Workload, inputs: tuple[Any, ...], error: Exception
             f"{workload.name} reads values of tensors, which a plan does not have: {error}",
             expected="a forward whose Python does not depend on values (.item(), if mask.any(), boolean indexing)",
             fix="leave that out while planning, for instance by an option of the model",
+        )
+    _, was_explained, cause = str(error).partition(EXPLAINED)
+    if was_explained:  # by a sharded module that it came through
+        return ModuleError(
+            f"{workload.name} in the units of this plan: {EXPLAINED}{cause.partition('expected:')[0].rstrip()}",
+            expected="units under which each parameter is used in the forward of its own",
+            fix="wrap=, with the classes of the blocks (fsdp2 plan --wrap Block): the root takes the rest",
         )
     return ModuleError(
         f"{workload.name} raised {type(error).__name__} when it was called with ({given}): {short(str(error))}",

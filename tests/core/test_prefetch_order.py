@@ -53,14 +53,18 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("units", [SINGLE, PAIRS, TRIPLES, APART])
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("with_grad", [True, False])
-def test_the_next_unit_is_gathered_while_the_first_module_of_the_one_before_runs(units, recomputed, with_grad):
-    """Symptom: of a list of modules, the last one alone ran alongside the next gather."""
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "each layer in a unit without parameters"])
+def test_the_next_unit_is_gathered_while_the_first_module_of_the_one_before_runs(units, recomputed, with_grad, wrapped):
+    """Symptom: of a list of modules, the last one alone ran alongside the next gather; before a unit without parameters, none did."""
     model = Stack(recomputed)
+    layers = list(model.layers)
     for unit in units:
-        fsdp2.fully_shard([model.layers[index] for index in unit], mesh=cpu_mesh(2), reshard_after_forward=True)
+        fsdp2.fully_shard([layers[index] for index in unit], mesh=cpu_mesh(2), reshard_after_forward=True)
+    if wrapped:
+        model.layers = nn.ModuleList(fsdp2.fully_shard(nn.Sequential(layer), mesh=cpu_mesh(2)) for layer in layers)
     fsdp2.fully_shard(model, mesh=cpu_mesh(2))
     gathers = Gathers()
-    for layer in model.layers:
+    for layer in layers:
         layer.gathers, layer.num_gathered = gathers, []
     with torch.set_grad_enabled(with_grad):
         model(torch.ones(2, 6))
@@ -68,4 +72,4 @@ def test_the_next_unit_is_gathered_while_the_first_module_of_the_one_before_runs
         model(torch.ones(2, 6))
         undo()
     for place, unit in enumerate(units):
-        assert model.layers[unit[0]].num_gathered == [0, min(place + 2, len(units))], unit
+        assert layers[unit[0]].num_gathered == [0, min(place + 2, len(units))], unit

@@ -11,17 +11,22 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import fsdp2
 from fsdp2.cli import main
+from fsdp2.errors import ModuleError
+from fsdp2.grouping.policies import Wrap
 from fsdp2.planner.api import plan_of
 from fsdp2.planner.command import add_arguments
 from fsdp2.planner.models import DecoderShape
+from fsdp2.planner.result import Plan
 from fsdp2.planner.setting import OPTIMIZERS, OptimizerName, Setting
 from fsdp2.planner.shapes import SHAPES, named, of_shape
 from fsdp2.planner.workload import next_token_loss
 from fsdp2.strategy import STRATEGIES, StrategyName
-from fsdp2.wrap import root_only
+from fsdp2.wrap import by_class, root_only
 
 NUMEL = {  # in billions, as their papers have it
     "llama3-8b": 8.03,
@@ -235,3 +240,28 @@ def test_a_root_that_holds_most_of_the_model_is_told_with_the_peak_of_automatic_
     assert (whole.large_root.share, whole.large_root.peak) == (1.0, wrapped.memory.peak.nbytes)
     assert "the root group holds 100% of the parameters" in str(whole)
     assert wrapped.large_root is None
+
+
+class UsesItsChildren(nn.Module):
+    """The root uses weights of its children without calling them; they are most of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(4096, 16), nn.Embedding(1 << 14, 16)
+        self.blocks = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.positions.weight[: ids.shape[1]]
+        return F.linear(self.blocks(x), self.embedding.weight)
+
+
+def test_a_model_that_automatic_wrapping_would_break_is_planned_with_its_blocks_and_told_why_without():
+    def planned(wrap: Wrap) -> Plan:
+        return fsdp2.plan(UsesItsChildren(), 8, batch=2, sequence=16, wrap=wrap, inputs=tokens, loss=lambda out, given: out.sum())
+
+    def tokens(batch: int, sequence: int) -> tuple[Tensor]:
+        return (torch.zeros(batch, sequence, dtype=torch.long),)
+
+    assert planned(by_class(nn.Linear)).large_root is None
+    with pytest.raises(ModuleError, match=r"(?s)positions.weight.*is not running.*fix: +wrap="):
+        planned("auto")

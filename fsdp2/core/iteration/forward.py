@@ -49,7 +49,8 @@ class Forward:
         if self._host_waits:
             unit.wait()
         recording = self._recording
-        if len(unit.calls.to_run) in (0, len(unit.modules)):  # not the next module of a list that has begun
+        # Neither units without parameters, which would hide what comes after them, nor later modules of a list.
+        if unit.uses and len(unit.calls.to_run) in (0, len(unit.modules)):
             recording.append(unit)
         options = unit.options
         others = options.prefetch_forward

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .policy import AllGather as AllGather
     from .policy import ReduceScatter as ReduceScatter
     from .publishing import publish
+    from .snapshots import snapshot
 
 __all__ = [  # noqa: RUF022 (by task)
     # shard a model
@@ -86,6 +87,7 @@ __all__ = [  # noqa: RUF022 (by task)
     "checkpoint",
     "park",
     "unpark",
+    "snapshot",
     "publish",
     "publishing",
     # plan, watch and check a run
@@ -127,6 +129,7 @@ _ELSEWHERE = {
     "plan": "planner.api",
     "publish": "publishing",
     "set_missing_rank_timeout": "hangs.lookout",
+    "snapshot": "snapshots",
     "summary": "model_summary",
     "record": "inspector.record_file",
     "trace": "inspector.trace_file",

@@ -55,7 +55,7 @@ def park(model: nn.Module, optimizer: Optimizers = None, *, to: str | os.PathLik
         fsdp2.unpark(model, optimizer)
     """
     groups, optimizers = _checked("park", model, optimizer)
-    _refuse_open(model)
+    refuse_open("park", model)
     folder = None if to == "cpu" else _checked_folder(to)
     moving = [group for group in groups if not group.is_parked]
     for group in moving:
@@ -144,10 +144,11 @@ def _checked_folder(to: Any) -> str:
     return str(folder)
 
 
-def _refuse_open(model: nn.Module) -> None:
+def refuse_open(caller: str, model: nn.Module) -> None:
+    """Raises: OrderError if a forward has a backward to come"""
     if any(unit.schedule is not None and unit.schedule.is_open for _, unit in named_units(model)):
         raise OrderError(
-            f"park: a forward of {type(model).__name__} has a backward to come",
+            f"{caller}: a forward of {type(model).__name__} has a backward to come",
             expected="a model between its steps",
             fix="run its backward first; or forward under torch.no_grad(); or call model.reset_iter_state()",
         )

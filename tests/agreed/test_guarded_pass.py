@@ -186,8 +186,12 @@ def run_schedule(seed: int) -> None:
 @on_ranks(4, timeout=600.0)  # of the many
 @pytest.mark.parametrize(
     "seeds",
-    [range(4), pytest.param(range(4, 30), marks=pytest.mark.slow), pytest.param(range(30, 130), marks=pytest.mark.full)],
-    ids=["few", "some", "many"],
+    [
+        range(4),
+        pytest.param(range(4, 30), marks=pytest.mark.slow),
+        *(pytest.param(range(first, first + 60), marks=pytest.mark.full) for first in range(30, 150, 60)),
+    ],
+    ids=str,
 )
 def test_random_schedules_train_as_one_process_without_the_failed_steps(seeds):
     for seed in seeds:

@@ -108,8 +108,12 @@ def run_schedule(seed: int) -> None:
 @on_ranks(4, timeout=900.0)  # of the many, on a busy machine
 @pytest.mark.parametrize(
     "seeds",
-    [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow), pytest.param(range(40, 340), marks=pytest.mark.full)],
-    ids=["few", "some", "many"],
+    [
+        range(4),
+        pytest.param(range(4, 40), marks=pytest.mark.slow),
+        *(pytest.param(range(first, first + 50), marks=pytest.mark.full) for first in range(40, 440, 50)),
+    ],
+    ids=str,
 )
 def test_random_schedules_train_as_one_process_with_all_batches(seeds):
     for seed in seeds:

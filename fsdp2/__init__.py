@@ -13,7 +13,6 @@ from .clients import pretrained as _pretrained
 from .clip import clip_grad_norm_, get_total_norm
 from .core.comm.backends import set_collective_algorithms
 from .core.iteration.finalization import GradientReductionHandle
-from .core.setup.semantics import set_semantics
 from .errors import FSDPError
 from .fsdp_module import FSDPModule, UnshardHandle
 from .materialize import materialize
@@ -25,6 +24,7 @@ from .policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from .semantics import set_semantics
 from .strategy import accumulate, parallelize
 
 if TYPE_CHECKING:

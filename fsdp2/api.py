@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from .clients.state import ClientState
-from .core.comm.lost_ranks import note_process
 from .core.iteration.finalization import CommContext
 from .core.iteration.module_state import named_units, schedule_of, sharded_unit, unit_of
 from .core.modules.sharded_class import sharded_class, swap_class
@@ -24,12 +23,16 @@ from .core.setup.build import build_unit, extend_unit, read_modules
 from .errors import MeshError, ModuleError, OrderError, parked_error
 from .fsdp_module import FSDPModule
 from .hangs.asked import watch_if_asked
+from .hints.unmanaged_parameters import watch_registrations
+from .hints.wide_gradients import tell_of_wide_gradients
+from .lost_ranks import note_process
 from .policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
 )
+from .semantics import chosen_semantics
 from .sharding_arguments import (
     check_method,
     check_policies,
@@ -124,8 +127,11 @@ def fully_shard(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored_params=ignored_params or set(),
+        semantics=chosen_semantics(),
         state_class=ClientState,
     )
+    watch_registrations()
+    tell_of_wide_gradients(unit)
     for each in unit.modules:
         swap_class(each, FSDPModule)
     note_process()

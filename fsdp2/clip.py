@@ -3,7 +3,7 @@
 ``torch.nn.utils.clip_grad_norm_`` stacks the norms as DTensors, which have to lie on one mesh, and its operator raises on an empty
 shard where the norm has no identity (inf), on that rank alone. Here every rank computes what its local tensors contribute, one number
 for all parameters that are cut over the same axes, and these vectors are all-reduced once for each mesh axis over which anything is
-cut. Gradients that lie in one buffer are one tensor (``flat_gradients``).
+cut. Gradients that lie in one buffer are one tensor (``joined_gradients``).
 
 Worked example, (dp 2, tp 2), 2-norm: weights cut over dp and tp, norms' scales cut over dp only, plain biases
 
@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from .core.comm import collective_log
-from .core.group.flat_gradients import forget_padding, joined
 from .core.group.param import as_sharded
 from .errors import ArgumentError, got
 from .hangs.joint_calls import joint
+from .joined_gradients import forget_padding, joined
 from .torch_names import torch_dtensors, torch_tensors
 
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from .clients.pretrained import saving_whole_tensors
-from .copying import deepcopy_module
-from .core.comm import backends
-from .core.comm.agreement import another_over
-from .core.comm.communicators import (
+from .communicators import (
     OwnAllGather,
     OwnReduceScatter,
 )
+from .copying import deepcopy_module
+from .core.comm import backends
+from .core.comm.agreement import another_over
 from .core.iteration.finalization import GradientReductionHandle
 from .core.iteration.first_forward import refuse_meta, warn_of_ignored_prefetch
 from .core.iteration.module_state import ModuleState, schedule_of, sharded_unit

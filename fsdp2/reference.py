@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .core.setup.semantics import chosen_semantics
 from .fsdp_module import FSDPModule
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy
+from .semantics import chosen_semantics
 
 compute_dtype: torch.dtype | None = None  # for all, without regard to policies: torch.float64 tells rounding from faults
 

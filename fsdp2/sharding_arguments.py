@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy  # our class descends from it
 
-from .core.comm.communicators import OwnAllGather, OwnReduceScatter
+from .communicators import OwnAllGather, OwnReduceScatter
 from .core.group.param_group import ParamGroup
 from .core.iteration.module_state import ModuleState, unit_of
 from .core.iteration.unit import PrefetchDepth

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from .arguments import COUNT, DTYPE, NATURAL, OPTIMIZER, WORD, require
-from .core.setup.semantics import chosen_semantics
 from .errors import ArgumentError, ModuleError, got, got_object
 from .inspect import Kind, state_tensors, storages_of, units
+from .semantics import chosen_semantics
 from .strategy import STRATEGIES
 from .torch_names import torch_tensors
 

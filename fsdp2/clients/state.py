@@ -30,6 +30,7 @@ from ..core.plan.mesh import read_mesh_info
 from ..errors import ArgumentError
 from ..hints.compiler_orders import warn_of_losing_orders
 from ..hints.mixed_tensors import explain_mixed_tensors
+from ..hints.unmanaged_parameters import warn_of_plain_parameters
 from . import torch_names
 from .memory_tracker import TrackedState
 
@@ -78,7 +79,11 @@ class ClientState(TrackedState):
 
     def give_hints(self, is_compiled: bool) -> None:
         assert self.schedule is not None
+        warn_of_plain_parameters(self.modules[0], self.schedule.tree.units)
         warn_of_losing_orders(self.modules[0], self.schedule.tree.units, is_compiled)
+
+    def look_at_registered(self) -> None:
+        warn_of_plain_parameters(self.modules[0], [unit for _, unit in units_below(self.modules[0])])
 
     def explain(self, error: BaseException | None) -> None:
         explain_mixed_tensors(error)

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..core.comm.agreement import agree
@@ -18,9 +19,10 @@ from ..core.group.param_group import GroupState
 from ..core.iteration.first_forward import adopt
 from ..core.iteration.module_state import ModuleState, units_below
 from ..core.iteration.schedule import Schedule
+from ..core.modules.hooks import UnitHooks
 from ..core.modules.tensors import find_tensors, map_tensors
-from ..core.modules.unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 from ..errors import CompileError, FSDPError, OrderError
+from ..hints.unmanaged_parameters import warn_of_plain_parameters
 from ..torch_names import torch_compiler, torch_tensors
 from . import torch_names as compiler
 from .backend import CompileOptions, compiled_graph
@@ -88,10 +90,10 @@ class FullGraph:
         if schedule is None or not schedule.settled:
             schedule = adopt(self._root)
             warn_of_plain_parameters(self._model, schedule.tree.units)
-            self._num_registrations = REGISTRATIONS.count
-        elif self._num_registrations != REGISTRATIONS.count:
+            self._num_registrations = ModuleState.num_registrations
+        elif self._num_registrations != ModuleState.num_registrations:
             warn_of_plain_parameters(self._model, [below for _, below in units_below(self._model)])
-            self._num_registrations = REGISTRATIONS.count
+            self._num_registrations = ModuleState.num_registrations
         if self._schedule is not schedule:
             self._schedule = schedule
             self._units, self._faces = [unit for _, unit in units_below(self._model)], []
@@ -188,7 +190,7 @@ class FullGraph:
             for face in self._faces:
                 face.show()
             for unit in self._units:
-                unit.hooks.let_compiler_trace()
+                unit.hooks.use(*_traced_hooks(unit.hooks))
             yield
         finally:
             for unit in self._units:
@@ -242,3 +244,22 @@ class FullGraph:
                 expected="the same modules in the same order on every rank",
                 fix="let control flow of forward not depend on the rank, or run this model eagerly",
             )
+
+
+def _traced_hooks(ours: UnitHooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hooks that a compiler can trace in the places of ``ours``, before and after forward: they only cast."""
+    map_only = torch_tensors.pytree.tree_map_only
+
+    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # no compiler runs: stand-ins have no memory
+            raise CompileError(
+                "the compiler did not compile forward",
+                expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
+                fix="switch it on, or call fsdp2.uncompile(model)",
+            )
+        return None if ours.input_dtype is None else map_only(Tensor, ours.cast_input, (args, kwargs))
+
+    def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        return None if ours.output_dtype is None else map_only(Tensor, ours.cast_output, output)
+
+    return before_forward, after_forward

@@ -15,7 +15,7 @@ communicates but ``exchange``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
@@ -25,17 +25,17 @@ from torch.optim import Optimizer
 
 from ..core.comm import agreement
 from ..core.comm.collective_log import during
-from ..core.comm.lost_ranks import lost_ranks, number_of_world
 from ..core.group.param import Owner, ShardedParam, own_shard, sharded_from, shards
 from ..core.group.param_group import ParamGroup
 from ..core.group.reduction import Reduction
 from ..core.iteration.module_state import ModuleState, named_units, names_from, sharded_parameters, unit_with
 from ..core.iteration.module_state import unit_of as _unit_of
+from ..core.iteration.unit import Unit as _Unit
 from ..core.modules.optimizer_steps import STEPS, optimizers_that_stepped, watch_optimizers
 from ..core.modules.tensors import find_tensors
-from ..core.modules.unmanaged_parameters import plain_parameters
 from ..errors import FSDPError
-from ..torch_names import torch_tensors
+from ..lost_ranks import lost_ranks, number_of_world
+from ..torch_names import torch_modules, torch_tensors
 from . import events, torch_fsdp2
 from .events import CollectiveLog, Listener, Record, Stage, at_disk
 from .views import Group, Kind, Parameter, Unit, local_of, storages_of
@@ -190,6 +190,30 @@ def groups_of_process() -> list[Group]:
         id(group): group for param, group in sharded_parameters().values() if not isinstance(param.local, torch_tensors.FakeTensor)
     }
     return [_group(group.fqn, group, {}) for group in groups.values()] + torch_fsdp2.groups_of_process()
+
+
+def plain_parameters(root: nn.Module, units: Collection[_Unit], frozen: bool = False) -> dict[str, nn.Parameter]:
+    """The trainable parameters below ``root``, by name, that none of ``units`` has and no other torch API averages.
+
+    frozen: as well as those that are frozen now
+    """
+    places = [owner for unit in units for owner in unit.ignored]
+    places += [owner for unit in units for group in unit.groups for param in group.params for owner in param.owners]
+    known = {(id(owner.module), owner.name) for owner in places}
+    foreign = {
+        below
+        for module in root.modules()
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+        or ({"fully_shard", "replicate"} & set(torch_modules.applied_apis(module)) and _unit_of(module) is None)
+        for below in module.modules()
+    }
+    return {
+        f"{prefix}.{name}" if prefix else name: param
+        for prefix, module in root.named_modules()
+        if module not in foreign
+        for name, param in module._parameters.items()
+        if param is not None and (frozen or param.requires_grad) and (id(module), name) not in known
+    }
 
 
 def unmanaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..clip import clip_coefficient, scale, total_norm
-from ..core.group.flat_gradients import forget_padding
 from ..core.group.param_group import ParamGroup
 from ..core.iteration.module_state import sharded_parameters
 from ..errors import ArgumentError, meta_error
+from ..joined_gradients import forget_padding
 from ..torch_names import torch_dtensors, torch_tensors
 from .arguments import checked_class, listed_params, result_of
 from .block_states import is_quantized, quantized, values_of

@@ -116,7 +116,7 @@ def test_as_many_reductions_are_in_flight_as_asked_for():
 
 @on_ranks(2)
 def test_several_input_buffers_in_symmetric_memory_are_refused_before_the_first_forward():
-    from fsdp2.core.comm.communicators import OwnReduceScatter
+    from fsdp2.communicators import OwnReduceScatter
 
     model = shard_blocks(mlp())
     (group,) = model.blocks[1]._get_fsdp_state().groups

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.comm import collectives, lost_ranks
+from fsdp2 import lost_ranks
+from fsdp2.core.comm import collectives
 from fsdp2.errors import LostRankError
 from harness import cpu_mesh, on_ranks
 
@@ -124,7 +125,7 @@ def test_each_collective_that_is_waited_for_where_it_is_called_lies_in_what_name
         "prove/checkpoint.py",  # over a group of its own, in ranks that the command watches
         "migrate/probe.py",  # of the run that it compares
         "checkpoint/gather_to_writers.py",  # in a method that is called in ``reached``
-        "core/comm/communicators.py",  # their callers wait
+        "communicators.py",  # their callers wait
     }
     collective = re.compile(r"(all_|reduce|broadcast|barrier|gather|scatter|batch_isend_irecv|monitored)")
     found = []

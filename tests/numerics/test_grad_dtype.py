@@ -18,7 +18,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, fully_shard
-from fsdp2.core.setup.semantics import chosen_semantics
+from fsdp2.semantics import chosen_semantics
 from harness import cpu_mesh, needs_torch, on_ranks
 from harness.sharding import with_reference
 from harness.training import assert_equal_grads, grads_of

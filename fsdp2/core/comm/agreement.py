@@ -29,11 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ... import errors
 from ...errors import CheckpointError, FSDPError, LostRankError
+from ...lost_ranks import raise_lost
 from ...torch_names import torch_collectives
 from ..plan.mesh import DataParallelMesh, device_of
 from . import backends
 from .collective_log import during
-from .lost_ranks import raise_lost
 
 T = TypeVar("T")
 Axis = tuple[dist.ProcessGroup, torch.device]

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .lost_ranks import raise_lost
+from ...lost_ranks import raise_lost
 from .streams import Stream, Streams
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,8 +11,16 @@ from torch import Tensor
 from ...torch_names import torch_dtensors, torch_tensors
 from ..comm.streams import Stream
 from ..plan.placement import in_dtype
-from .flat_gradients import note_gradients
 from .reduce_plan import TAG_NUMEL, GradView, ReduceJob, strides_by_offset
+
+GRADIENTS = "_fsdp2_gradients"
+"""Attribute of a buffer of gradients: its ``PlacedGradients``."""
+
+PlacedGradients: TypeAlias = tuple[dict[int, tuple[int, ...]], int]
+"""The strides of each gradient in a buffer by its offset, in that order; and where the padding after the last one ends.
+
+A plain tuple, because each group makes one in each backward.
+"""
 
 
 class HandedOut:
@@ -132,7 +141,7 @@ class HandedOut:
         # Only then nothing but zeros lies between the gradients.
         if is_ours and self._dtypes is None and plan.flags_slot is not None:
             strides = plan.strides_by_offset if views is plan.views else strides_by_offset(views)
-            note_gradients(reduced, strides, plan.flags_slot.offset)
+            _note_gradients(reduced, strides, plan.flags_slot.offset)
 
     def _before_hooks(self) -> None:
         self.has_run_hooks = True
@@ -171,3 +180,11 @@ def give(
             with torch.enable_grad():
                 for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
                     hook(sharded)
+
+
+def _note_gradients(buffer: Tensor, strides: dict[int, tuple[int, ...]], stop: int) -> None:
+    """Add to earlier notes that ``buffer[:stop]`` is zero between the gradients at the keys of ``strides``."""
+    before: PlacedGradients | None = vars(buffer).get(GRADIENTS)
+    if before is not None:
+        strides = dict(sorted((before[0] | strides).items()))
+    setattr(buffer, GRADIENTS, (strides, stop))

@@ -23,7 +23,7 @@ class GroupOptions:
     """How a group runs; the last four are private, for tests and benchmarks: measurement picks their defaults.
 
     mp_policy:            as the user gave it, for all-gather extensions
-    semantics:            the version of FSDP2 whose numbers it gives, torch 2.13's or 2.15's (``setup/semantics.py``)
+    semantics:            the version of FSDP2 whose numbers it gives, torch 2.13's or 2.15's (``fsdp2/semantics.py``)
     offload, pin_memory:  keep the flat shard and gradients in (page-locked) host memory
     folder, read_ahead:   with ``offload``, keep the flat shard in a file there (gathers send page-locked copies of it),
                           and how many groups' files are read before their turn

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ParameterError
+from ...spmd_annotations import is_annotation
 from ...torch_names import torch_autograd, torch_dtensors, torch_tensors
-from ..plan.annotations import is_annotation
 from ..plan.layout import Slot, contiguous_strides, rows_of
 from ..plan.placement import ShardSpec, in_dtype, is_lazy
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from ...errors import FSDPError, meta_error, misplaced_error, parked_error
+from ...lost_ranks import raise_lost
 from ...mapped_file import READ_AHEAD, MappedFile, mapped
 from ...policy import AllGather
 from ...torch_names import torch_tensors
 from ..comm import collective_log
 from ..comm.agreement import tell_later
-from ..comm.lost_ranks import raise_lost
 from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...lost_ranks import raise_lost
 from ..comm import backends, collective_log, collectives
-from ..comm.lost_ranks import raise_lost
 from ..comm.streams import Event, Stream, Streams
 from .handing_out import HandedOut
 from .reduce_plan import ReduceJob

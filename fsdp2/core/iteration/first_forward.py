@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...communicators import OwnReduceScatter
 from ...errors import ArgumentError, OrderError, meta_error
 from ...user_warnings import warn
-from ..comm.communicators import OwnReduceScatter
 from .backward_agreement import Agreement
 from .module_state import ModuleState, units_below
 from .same_models import require_same_as_neighbors

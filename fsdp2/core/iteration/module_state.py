@@ -24,7 +24,10 @@ class ModuleState(Unit, torch_modules.ModuleStateBase):
 
     schedule: that of the root above, or one of its own until the first forward; None until something needs it
     hooks:    its UnitHooks
+    num_registrations: how often something was registered on a module that any unit has, if anybody counts
     """
+
+    num_registrations = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         torch_modules.ModuleStateBase.__init__(self)
@@ -46,6 +49,9 @@ class ModuleState(Unit, torch_modules.ModuleStateBase):
 
     def give_hints(self, is_compiled: bool) -> None:
         """The first forward begins. is_compiled: code that the compiler runs has called the root"""
+
+    def look_at_registered(self) -> None:
+        """A forward begins, and ``num_registrations`` has grown since the last one."""
 
     def explain(self, error: BaseException | None) -> None:
         """``error`` has ended a forward: add to its text what fsdp2 knows of the cause."""

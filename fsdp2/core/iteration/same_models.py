@@ -4,7 +4,7 @@ Otherwise gloo aborts, and NCCL computes nonsense.
 
 A rank writes into the store what its groups gather, and reads what the rank before it and the one after it have written
 so far. It waits for none of them. Of two neighbors at least the later one has both; it raises, its program ends, and
-the other one, which is in the first all-gather by then, raises a LostRankError that quotes it (``comm/lost_ranks.py``).
+the other one, which is in the first all-gather by then, raises a LostRankError that quotes it (``lost_ranks.py``).
 
 Worked example: on rank 1 of 2, blocks.0.up.weight has a row more
 
@@ -27,9 +27,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ...errors import ModuleError
+from ...lost_ranks import number_of_world
 from ...torch_names import torch_collectives
 from ..comm import backends
-from ..comm.lost_ranks import number_of_world
 from .unit import Unit
 
 _num_models: collections.Counter[str] = collections.Counter()

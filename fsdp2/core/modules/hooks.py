@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CompileError, OrderError
-from ...torch_names import torch_autograd, torch_compiler, torch_tensors
+from ...errors import OrderError
+from ...spmd_annotations import exempt_from_typechecking
+from ...torch_names import torch_autograd, torch_compiler
 from ..group.param_group import ParamGroup
 from ..iteration.call import GraphPart, next_moment
 from ..iteration.first_forward import adopt
-from ..iteration.module_state import ModuleState, units_below
+from ..iteration.module_state import ModuleState
 from ..iteration.schedule import Schedule
 from ..iteration.unit import Unit
-from ..plan.annotations import exempt_from_typechecking
 from ..plan.model_axes import varying_axes
 from .graph_hooks import (
     apart_from,
@@ -47,7 +47,6 @@ from .graph_hooks import (
 from .optimizer_steps import watch_optimizers
 from .state_dicts import Loaded, Loading, Saved, Saving
 from .tensors import StoredTensors, find_tensors, map_tensors, stored_tensors
-from .unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 
 _NOT_LOOKED_FOR: Any = object()
 
@@ -60,10 +59,10 @@ class UnitHooks:
     def __init__(self, unit: ModuleState) -> None:
         self._unit = unit
         policy = unit.mp_policy
-        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
-        self._output_dtype: torch.dtype | None = policy.output_dtype
+        self.input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
+        self.output_dtype: torch.dtype | None = policy.output_dtype
         self._casts_back = False
-        self._num_registrations = 0  # on managed modules, when we last looked for parameters that no unit has
+        self._num_registrations = 0  # when we last looked for parameters that no unit has
         # Tensors that each module's forward leaves; found in its first with autograd, in evaluation and in training.
         self._stored: tuple[dict[int, StoredTensors | None], dict[int, StoredTensors | None]] = ({}, {})
         several = len(unit.modules) > 1
@@ -111,12 +110,12 @@ class UnitHooks:
 
         and_back: cast floating-point outputs to the dtype that the inputs had
         """
-        self._input_dtype = dtype
+        self.input_dtype = dtype
         self._casts_back = and_back
 
     def adopt_casts(self, other: UnitHooks) -> None:
         """Cast as the hooks of the original unit do; this one is a copy of it."""
-        self.cast_inputs_to(other._input_dtype, other._casts_back)
+        self.cast_inputs_to(other.input_dtype, other._casts_back)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -159,42 +158,19 @@ class UnitHooks:
                 flags().pop(handle.id, None)  # ``deepcopy`` copied the flags under the original's id
             handle.id = original.id
 
-    # --- under a compiler that captures forward, backward and all collectives ---
-
-    def let_compiler_trace(self) -> None:
-        """Until ``run_eagerly``, use hooks that a compiler can trace in the places of ours: they only cast."""
-        self._use(self._traced_pre_forward, self._traced_post_forward)
+    # --- others' hooks in the places of ours ---
 
     def run_eagerly(self) -> None:
-        self._use(self.pre_forward, self.post_forward)
+        self.use(self.pre_forward, self.post_forward)
 
-    def _use(self, *hooks: Callable[..., Any]) -> None:
+    def use(self, *hooks: Callable[..., Any]) -> None:
+        """Until ``run_eagerly``, run these in the places of ours: one before forward, one after."""
         for handle, hook in zip(self._handles, hooks * len(self._unit.modules), strict=False):  # forward's come first
             handle.hooks_dict_ref()[handle.id] = hook
 
     def give_place(self, hooks: Any, hook: Callable[..., Any]) -> None:
         """Let ``hook`` run in our place in ``hooks``, a module's dict of forward hooks, until ``run_eagerly``."""
         hooks[next(ours.id for ours in self._handles if ours.hooks_dict_ref() is hooks)] = hook
-
-    def _traced_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # no compiler runs: stand-ins have no memory
-            raise CompileError(
-                "the compiler did not compile forward",
-                expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
-                fix="switch it on, or call fsdp2.uncompile(model)",
-            )
-        return (
-            None
-            if self._input_dtype is None
-            else torch_tensors.pytree.tree_map_only(Tensor, self._cast_input, (args, kwargs))
-        )
-
-    def _traced_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return (
-            None
-            if self._output_dtype is None
-            else torch_tensors.pytree.tree_map_only(Tensor, self._cast_output, output)
-        )
 
     # --- forward ---
 
@@ -208,22 +184,21 @@ class UnitHooks:
         schedule = unit.schedule
         if schedule is None or not schedule.settled:
             schedule = adopt(unit)
-            warn_of_plain_parameters(unit.modules[0], schedule.tree.units)
             unit.give_hints(torch_compiler.has_met_compiler(self.pre_forward))
-            self._num_registrations = REGISTRATIONS.count
-        elif self._num_registrations != REGISTRATIONS.count and unit is schedule.tree.root:
-            warn_of_plain_parameters(unit.modules[0], [below for _, below in units_below(unit.modules[0])])
-            self._num_registrations = REGISTRATIONS.count
+            self._num_registrations = ModuleState.num_registrations
+        elif self._num_registrations != ModuleState.num_registrations and unit is schedule.tree.root:
+            unit.look_at_registered()
+            self._num_registrations = ModuleState.num_registrations
         calls = unit.calls
         if calls.running:
             schedule.end_interrupted_forward()
         if schedule.forward is None and unit.device.type != "cpu":
             args, kwargs = map_tensors(functools.partial(self.to_device, schedule), (args, kwargs))
-        if self._input_dtype is not None:
+        if self.input_dtype is not None:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # by far the most common
-                args = (self._cast_input(args[0]),)
+                args = (self.cast_input(args[0]),)
             else:
-                args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+                args, kwargs = map_tensors(self.cast_input, (args, kwargs))
         if torch_autograd.profiler_is_on() or torch_autograd.functorch_is_active():
             with labelled("pre_forward", unit):
                 schedule.begin_forward(unit)
@@ -269,7 +244,7 @@ class UnitHooks:
                 end(unit)
         else:
             end(unit)
-        return output if self._output_dtype is None else map_tensors(self._cast_output, output)
+        return output if self.output_dtype is None else map_tensors(self.cast_output, output)
 
     def end_failed_forward(self) -> None:
         """A forward of the unit's modules raised; maybe before our pre-hook had finished."""
@@ -323,15 +298,15 @@ class UnitHooks:
             schedule.note_host_input()
         return moved
 
-    def _cast_input(self, tensor: Tensor) -> Tensor:
+    def cast_input(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         if self._casts_back:
-            self._output_dtype = tensor.dtype
-        return tensor.to(self._input_dtype)
+            self.output_dtype = tensor.dtype
+        return tensor.to(self.input_dtype)
 
-    def _cast_output(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
+    def cast_output(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.output_dtype) if tensor.is_floating_point() else tensor
 
     # --- backward ---
 

@@ -26,7 +26,6 @@ from ..group.param import ShardedParam, sharded_from
 from ..group.param_group import ParamGroup
 from ..iteration.call import next_moment
 from ..iteration.module_state import sharded_parameters
-from .unmanaged_parameters import warn_of_forgotten_root
 
 
 class _Checked(NamedTuple):
@@ -50,6 +49,7 @@ class _Steps:
     waiting:  groups' gradients that have waited for a last micro-batch; the next step forgets those that no longer wait
     with_closure: optimizers that were given a closure, which are looked at after their steps as well
     asked:    called before each step, with the optimizer; they may raise
+    at_checks: called at each check, with the optimizer and ``sharded``
     begun:    number of steps of any optimizer that have begun, for records of a run; ranks must not decide by it,
               because one rank may step an optimizer of its own
     """
@@ -60,6 +60,7 @@ class _Steps:
         self.waiting: weakref.WeakSet[Gradients] = weakref.WeakSet()
         self.with_closure: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.asked: set[Callable[[Optimizer], None]] = set()
+        self.at_checks: set[Callable[[Optimizer, int], None]] = set()
         self.begun = 0
 
 
@@ -100,7 +101,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _part_step_counts(optimizer)  # a load before the first step had no hook yet
     if checked is None or checked.sharded != STEPS.sharded or checked.params != _ids(optimizer):
         _give_sharded(optimizer)
-        warn_of_forgotten_root(optimizer, STEPS.sharded)
+        for tell in STEPS.at_checks:
+            tell(optimizer, STEPS.sharded)
         known = sharded_parameters()
         params = _ids(optimizer)
         groups: dict[ParamGroup, list[weakref.ref[ShardedParam]]] = {}

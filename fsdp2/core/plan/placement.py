@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...errors import ParameterError
+from ...spmd_annotations import Annotations, has_types, read_annotations, was_annotated
 from ...torch_names import torch_dtensors
 from ...torch_names.torch_dtensors import DTensorSpec, TensorMeta
-from .annotations import Annotations, has_types, read_annotations, was_annotated
 from .layout import Cut, contiguous_strides
 from .mesh import DataParallelMesh, SpmdAxes
 from .model_axes import beside_model_axes, within_spmd_mesh, without_axes
@@ -117,7 +117,7 @@ def _problem(param: nn.Parameter, mesh: DataParallelMesh, placement: Any) -> str
 def _problem_on_spmd_mesh(param: nn.Parameter, axes: SpmdAxes) -> str | None:
     if not isinstance(param, DTensor):
         if was_annotated(param):
-            read = read_annotations(param, axes)
+            read = read_annotations(param, axes.mesh, axes.data)
             return read if isinstance(read, str) else None
         return (
             "is a plain tensor; with dp_mesh_dims, all parameters must be DTensors on the full SPMD mesh "
@@ -177,7 +177,7 @@ def _of_annotated(
     """Place a plain parameter on a full SPMD mesh, as this rank's part of a DTensor."""
     assert mesh.spmd is not None
     full = mesh.spmd.mesh
-    annotations = read_annotations(param, mesh.spmd)
+    annotations = read_annotations(param, full, mesh.spmd.data)
     assert isinstance(annotations, Annotations)
     shape = list(param.shape)
     for axis, placement in enumerate(annotations.placements):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from ...errors import ArgumentError, DeviceError, FSDPError, MeshError, ModuleError, OrderError, ParameterError, got
 from ...mapped_file import check_disk_policy
 from ...policy import DiskOffloadPolicy
+from ...semantics import Semantics
+from ...spmd_annotations import exempt_from_typechecking
 from ...torch_names import torch_dtensors, torch_modules, torch_tensors
 from ..comm.agreement import agree_on_meshes
 from ..group.options import GroupOptions
@@ -28,11 +31,8 @@ from ..iteration.module_state import ModuleState, group_with
 from ..iteration.ties import tie_differences
 from ..iteration.unit import UnitOptions
 from ..modules.hooks import UnitHooks
-from ..modules.unmanaged_parameters import REGISTRATIONS, refuse_gradients
-from ..plan.annotations import exempt_from_typechecking
 from ..plan.mesh import DataParallelMesh, device_of, post_forward_mesh, read_mesh_info
 from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
-from .semantics import Semantics, chosen_semantics, tell_of_wide_gradients
 
 private_options: dict[str, Any] = {}
 """Fields of GroupOptions that tests and benchmarks force: gather, all_gather, reduce_scatter, all_reduce."""
@@ -60,13 +60,12 @@ def build_unit(
     mp_policy: Any,
     offload_policy: Any,
     ignored_params: set[nn.Parameter],
-    semantics: Semantics | None = None,
+    semantics: Semantics,
     state_class: type[ModuleState] = ModuleState,
 ) -> ModuleState:
     """Shard and hook ``modules``. Collective: only for an int ``reshard_after_forward`` or a DiskOffloadPolicy.
 
     mesh:        for parameters for which ``shard_placement_fn`` names no other
-    semantics:   None: those that the user chose (``set_semantics``)
     state_class: the class of the unit, which becomes the state of ``modules``
     """
     exempt_from_typechecking([build_unit])
@@ -81,7 +80,7 @@ def build_unit(
         and device.type != "cpu",
         **_disk_options(offload_policy, mesh),
         mp_policy=mp_policy,
-        semantics=semantics or chosen_semantics(),
+        semantics=semantics,
         **private_options,
     )
     groups, borrowed = _new_groups(read, device, options, reshard_after_forward)
@@ -100,11 +99,6 @@ def build_unit(
     unit.hooks.install()
     for module in modules:
         torch_modules.register_module_state(module, unit)
-    if semantics is None:
-        tell_of_wide_gradients(
-            type(modules[0]).__name__, [group.plan for group in groups], mp_policy.reduce_dtype is not None
-        )
-    REGISTRATIONS.watch()
     return unit
 
 
@@ -186,8 +180,30 @@ def _shard(
     sharded = new_sharded_param(found.name, found.owners, param, spec, found.mesh.shard_rank, kept_on, cut)
     if grad_dtype is not None:
         torch_tensors.set_grad_dtype(sharded.sharded, grad_dtype)
-    refuse_gradients(param, sharded)
+    _refuse_gradients(param, sharded)
     return sharded
+
+
+def _refuse_gradients(original: nn.Parameter, param: ShardedParam) -> None:
+    """Let backward raise at ``original``: ``param`` was cut from it, a module still has it, both would drift apart."""
+    if original.is_inference() or not (original.is_floating_point() or original.is_complex()):
+        return  # it never gets a gradient
+    reference = weakref.ref(param)
+
+    def refuse(_: Tensor) -> None:
+        cut = reference()
+        name = "a parameter" if cut is None else cut.fqn
+        raise OrderError(
+            f"{name} was sharded while a module outside of any fully_shard call is tied to it, "
+            "and has a gradient of its own now",
+            expected="every module that shares a sharded parameter below a fully_shard call of its own or of a parent",
+            fix="call fully_shard on the root as well, after its children, before the first forward",
+        )
+
+    trains = original.requires_grad
+    original.requires_grad_(True)  # torch allows the hook on such a parameter only; the user may unfreeze it later
+    original.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+    original.requires_grad_(trains)
 
 
 @dataclass(frozen=True)

@@ -13,32 +13,16 @@ Worked example, a buffer in which a reduction handed out w1, w2 and b; the user 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from torch import Tensor
 
-_MARK = "_fsdp2_gradients"
-"""Attribute of a buffer of gradients: its ``_Gradients``."""
-
-_Gradients: TypeAlias = tuple[dict[int, tuple[int, ...]], int]
-"""The strides of each gradient in a buffer by its offset, in that order; and where the padding after the last one ends.
-
-A plain tuple, because each group makes one in each backward.
-"""
-
-
-def note_gradients(buffer: Tensor, strides: dict[int, tuple[int, ...]], stop: int) -> None:
-    """Add to earlier notes that ``buffer[:stop]`` is zero between the gradients at the keys of ``strides``."""
-    before: _Gradients | None = vars(buffer).get(_MARK)
-    if before is not None:
-        strides = dict(sorted((before[0] | strides).items()))
-    setattr(buffer, _MARK, (strides, stop))
+from .core.group.handing_out import GRADIENTS, PlacedGradients
 
 
 def forget_padding(tensors: Sequence[Tensor]) -> None:
     """Forget that the padding between the gradients joined in ``tensors`` is zero: it may not be any more."""
     for tensor in tensors:
-        vars(tensor if tensor._base is None else tensor._base).pop(_MARK, None)
+        vars(tensor if tensor._base is None else tensor._base).pop(GRADIENTS, None)
 
 
 def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor], list[int]]:
@@ -48,12 +32,12 @@ def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor],
     """
     tensors: list[Tensor] = []
     kinds_found: list[int] = []
-    places: dict[int, tuple[Tensor, _Gradients, dict[int, int]]] = {}
+    places: dict[int, tuple[Tensor, PlacedGradients, dict[int, int]]] = {}
     buffers = [grad._base for grad in grads]
     starts = [0, *(index for index in range(1, len(grads)) if buffers[index] is not buffers[index - 1])]
     for start, stop in zip(starts, [*starts[1:], len(grads)], strict=True) if grads else ():
         part, part_kinds, buffer = grads[start:stop], kinds[start:stop], buffers[start]
-        noted: _Gradients | None = None if buffer is None else vars(buffer).get(_MARK)
+        noted: PlacedGradients | None = None if buffer is None else vars(buffer).get(GRADIENTS)
         if buffer is None or noted is None:
             tensors += part
             kinds_found += part_kinds
@@ -75,7 +59,7 @@ def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor],
     return tensors, kinds_found
 
 
-def _are_all(grads: Sequence[Tensor], kinds: Sequence[int], noted: _Gradients) -> bool:
+def _are_all(grads: Sequence[Tensor], kinds: Sequence[int], noted: PlacedGradients) -> bool:
     """Whether ``grads`` are all gradients of their buffer, of one kind: this finds the usual case without a loop."""
     strides, _ = noted
     if len(grads) != len(strides) or kinds.count(kinds[0]) != len(kinds):
@@ -83,9 +67,7 @@ def _are_all(grads: Sequence[Tensor], kinds: Sequence[int], noted: _Gradients) -
     return dict(zip(map(Tensor.storage_offset, grads), map(Tensor.stride, grads), strict=True)) == strides
 
 
-def _join_in(
-    buffer: Tensor, noted: _Gradients, kind_at: dict[int, int], tensors: list[Tensor], kinds: list[int]
-) -> None:
+def _join_in(buffer: Tensor, noted: PlacedGradients, kind_at: dict[int, int], tensors: list[Tensor], kinds: list[int]) -> None:
     """Add to ``tensors`` and ``kinds`` the stretches of ``buffer`` with gradients in ``kind_at``, of one kind."""
     start: int | None = None
     strides, end = noted

@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ...errors import FSDPError, LostRankError
-from ...torch_names import torch_collectives
+from .errors import FSDPError, LostRankError
+from .torch_names import torch_collectives
 
 PATIENCE = 1.0
 """Seconds for which a rank whose collective has failed looks for one that is gone: its process may still be ending."""
@@ -47,10 +47,7 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
     items = [f"rank {rank}: {why}" for rank, why in lost.items()]
     if _roll is not None and not items:
         items = [f"rank {rank}: it has not come to its first fully_shard" for rank in _roll.absent()] or [
-            (
-                "no process of this host has ended or is stopped: "
-                "look at the other hosts, or a rank has not come (docs/hangs.md)"
-            )
+            ("no process of this host has ended or is stopped: look at the other hosts, or a rank has not come (docs/hangs.md)")
         ]
     told = (str(error).strip().splitlines() or [""])[0]
     items += [f"this rank has a problem of its own: {problem}"] if problem is not None else []
@@ -67,9 +64,7 @@ def is_of_memory(error: BaseException) -> bool:
     said = str(error)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError | OSError)
-        and any(
-            text in said for text in ("an't allocate memory", "annot allocate memory", "out of memory", "ALLOC_FAILED")
-        )
+        and any(text in said for text in ("an't allocate memory", "annot allocate memory", "out of memory", "ALLOC_FAILED"))
     )
 
 
@@ -152,9 +147,7 @@ class _Roll:
         """Ranks that torchrun has started on this host, and that have not written their processes."""
         present = {int(entry.split()[0]) for entry in self._entries(self._host)}
         first = self._rank - int(os.environ.get("LOCAL_RANK", 0))
-        return [
-            rank for rank in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0))) if rank not in present
-        ]
+        return [rank for rank in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0))) if rank not in present]
 
     def tell(self, rank: int, why: str) -> None:
         self._append("told", f"{rank} {why}")

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-
-from .mesh import SpmdAxes
 
 
 @dataclass(frozen=True)
@@ -83,48 +82,39 @@ def exempt_from_typechecking(functions: Iterable[Callable[..., Any]]) -> None:
             register(function)
 
 
-def read_annotations(param: nn.Parameter, axes: SpmdAxes) -> Annotations | str:
-    """The annotations of ``param`` on the full mesh of ``axes``; if unreadable, the reason as a string. Collective: no.
+def read_annotations(param: nn.Parameter, mesh: DeviceMesh, data_axes: tuple[int, ...]) -> Annotations | str:
+    """The annotations of ``param`` on the full ``mesh``; if unreadable, the reason as a string. Collective: no.
 
     An axis without an annotation is data-parallel, or has one rank. Types in forward may be on other axes than those of
     the full mesh, if they span the same ranks: the annotation's axes, else those of ``spmd_types.set_current_mesh``.
     """
     spmd = _package()
-    names = axes.mesh.mesh_dim_names
+    names = mesh.mesh_dim_names
     assert names is not None
-    stored = [spmd.MeshAxis.of(axes.mesh.get_group(axis)) for axis in range(axes.mesh.ndim)]
+    stored = [spmd.MeshAxis.of(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     types = dict(spmd.get_local_type(param))
     partition = spmd.get_partition_spec(param)
     cut_dims = _cut_dims(partition)
     shown = spmd.current_mesh() if _span(tuple(types)) != _span(tuple(stored)) else tuple(types)
     if shown is None:
         missing = [name for name, axis in zip(names, stored, strict=True) if axis.size() > 1 and axis not in types]
-        return (
-            f"has no spmd_types annotations on {missing}, "
-            "and no spmd_types.set_current_mesh says on which axes forward has types"
-        )
+        return f"has no spmd_types annotations on {missing}, and no spmd_types.set_current_mesh says on which axes forward has types"
     if not set(types) <= set(shown) or _span(tuple(shown)) != _span(tuple(stored)):
-        return (
-            f"has spmd_types annotations on {_listed(types)}, on a mesh of {_listed(shown)}, "
-            f"which does not go with {axes.mesh}"
-        )
-    data = _span(tuple(stored[axis] for axis in axes.data))
+        return f"has spmd_types annotations on {_listed(types)}, on a mesh of {_listed(shown)}, which does not go with {mesh}"
+    data = _span(tuple(stored[axis] for axis in data_axes))
     for axis, type_ in types.items():
         if set(_ranks(axis)) <= data:
             if type_ is not spmd.R:
                 shown_type = f"S({cut_dims[axis]})" if axis in cut_dims else repr(type_)
-                return (
-                    f"has the spmd_types annotation {shown_type} on the data-parallel axis {axis!r}; "
-                    "expected R, or none"
-                )
-        elif axis not in [stored[each] for each in range(len(stored)) if each not in axes.data]:
-            return f"has an spmd_types annotation on {axis!r}, which is no axis of {axes.mesh}"
+                return f"has the spmd_types annotation {shown_type} on the data-parallel axis {axis!r}; expected R, or none"
+        elif axis not in [stored[each] for each in range(len(stored)) if each not in data_axes]:
+            return f"has an spmd_types annotation on {axis!r}, which is no axis of {mesh}"
     if _disordered(partition, stored):
-        return f"is cut over several axes in another order, {partition}, than they have in {axes.mesh}"
+        return f"is cut over several axes in another order, {partition}, than they have in {mesh}"
     placed: list[tuple[Placement, Placement]] = []  # the parameter, and its gradient
     for index, (name, axis) in enumerate(zip(names, stored, strict=True)):
         type_ = types.get(axis)
-        if index in axes.data or (axis.size() > 1 and type_ is spmd.R):
+        if index in data_axes or (axis.size() > 1 and type_ is spmd.R):
             placed.append((Replicate(), Partial()))
         elif axis.size() == 1 or type_ is spmd.I:
             placed.append((Replicate(), Replicate()))

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...policy import AllGather, ReduceScatter
-from ...torch_names import torch_collectives
+from .policy import AllGather, ReduceScatter
+from .torch_names import torch_collectives
 
 if TYPE_CHECKING:
     from typing_extensions import Self

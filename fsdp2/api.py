@@ -18,7 +18,6 @@ from .clients.state import ClientState
 from .core.iteration.finalization import CommContext
 from .core.iteration.module_state import named_units, schedule_of, sharded_unit, unit_of
 from .core.modules.sharded_class import sharded_class, swap_class
-from .core.plan.mesh import read_mesh
 from .core.setup.build import build_unit, extend_unit, read_modules
 from .errors import MeshError, ModuleError, OrderError, parked_error
 from .fsdp_module import FSDPModule
@@ -36,6 +35,7 @@ from .semantics import chosen_semantics
 from .sharding_arguments import (
     check_method,
     check_policies,
+    checked_data_mesh,
     checked_modules,
     checked_units,
 )
@@ -121,7 +121,7 @@ def fully_shard(
         sharded_class(each, FSDPModule)  # a class that refuses to be subclassed does so before anything is changed
     unit = build_unit(
         modules,
-        read_mesh(mesh, dp_mesh_dims),
+        checked_data_mesh(mesh, dp_mesh_dims),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
@@ -186,7 +186,7 @@ def adopt(
             expected="a model between its iterations",
             fix="run its backward first; or forward under torch.no_grad(); or call model.reset_iter_state()",
         )
-    on, ignored = None if mesh is None else read_mesh(mesh), ignored_params or set()
+    on, ignored = None if mesh is None else checked_data_mesh(mesh), ignored_params or set()
     late = []
     for name, unit in units:
         unit.reshard_for_all()

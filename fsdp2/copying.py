@@ -133,9 +133,9 @@ def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState
         if group in unit.kept_frozen:
             new.kept_frozen = {**new.kept_frozen, made: None}
     new.hooks = UnitHooks(new)
-    new.hooks.adopt_casts(unit.hooks)
+    new.hooks.cast_inputs_to(unit.hooks.input_dtype, unit.hooks.casts_back)
     new.hooks.install()
-    new.hooks.take_places_of(unit.hooks, memo)
+    _replace_copied_hooks(new, unit.hooks, memo)
     for module in new.modules:
         torch_modules.register_module_state(module, new)
     return new
@@ -154,3 +154,20 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
     new.keep_storage(group.keeps_storage)
     new.all_gather_comm = group.all_gather_comm
     return new
+
+
+def _replace_copied_hooks(unit: ModuleState, originals: UnitHooks, memo: dict[Any, Any]) -> None:
+    """Let the hooks of ``unit`` take the places of those copied with its modules: among the user's hooks, order matters."""
+    num_forward = 2 * len(unit.modules)
+    for index, original in enumerate(originals.handles):
+        copied = memo.get(id(original.hooks_dict_ref()))
+        if copied is None or original.id not in copied:
+            continue
+        if index >= num_forward:
+            del copied[original.id]
+            continue
+        handle = unit.hooks.handles[index]
+        copied[original.id] = copied.pop(handle.id)
+        for flags in handle.extra_dict_ref:
+            flags().pop(handle.id, None)  # ``deepcopy`` copied the flags under the original's id
+        handle.id = original.id

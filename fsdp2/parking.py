@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .arguments import checked_path
+from .core.group.all_gather import Gather
 from .core.group.own_memory import needs_own_memory
+from .core.group.param import ShardedParam, carry_grad_dtype
 from .core.group.param_group import ParamGroup
 from .core.iteration.module_state import named_units
 from .errors import ArgumentError, ModuleError, OrderError, got, got_object
@@ -69,7 +71,7 @@ def park(model: nn.Module, optimizer: Optimizers = None, *, to: str | os.PathLik
         for group in moving:
             away = _Away(folder, f"shards and gradients of {group.fqn or 'the root'}")
             with _gradients_aside(group, away):
-                group.park(away if group.options.folder is None else _stays)
+                _park(group, away if group.options.folder is None else _stays)
         _follow(optimizers, params)
         _move_states(states, _Away(folder, "optimizer state"))
     except BaseException:
@@ -101,12 +103,57 @@ def _unpark(
     devices = set()
     for group in (group for group in groups if group.is_parked):
         with _gradients_aside(group, back):
-            group.unpark(back)
+            _move_shards(group, back)
+            group.is_parked = False
         devices.add(group.device)
     _follow(optimizers, params)
     _move_states(states, back)
     for device in devices:
         _synchronize(device)  # ``back`` keeps what is read until then
+
+
+def _park(group: ParamGroup, moved: Callable[[Tensor], Tensor]) -> None:
+    """Let the shards of ``group`` lie elsewhere; its parameters, whose gradients are away, keep their identity.
+
+    moved: returns a flat shard's copy elsewhere, or its argument if it stays; or that of a parameter with memory of its own
+    """
+    group.reshard()
+    group.gradients.forget_plan()
+    if group.unsharded is not None and isinstance(group.unsharded.gather, Gather):
+        group.unsharded.gather.forget()  # it refers to the flat shard, which is to be freed
+    if group.mesh.shard_size == 1 or group.plan.has_own_memory:  # what is unsharded may share memory with the shards
+        group.unsharded = None
+        group.registry.forget()
+        for param in group.params:
+            param.unsharded = None
+    group.is_parked = True  # even if the host's memory ends halfway: ``unpark`` brings back what has moved
+    _move_shards(group, moved)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _move_shards(group: ParamGroup, moved: Callable[[Tensor], Tensor]) -> None:
+    if group.flat is None:
+        for param in group.params:
+            param.move_to(moved(param.local))
+    elif (flat := moved(group.flat)) is not group.flat:
+        group.flat = flat
+        for param, slot in zip(group.plan.params, group.plan.layout.slots, strict=True):
+            param.enter_flat(flat, slot, has_values=True)
+    for param in group.params:
+        _follow_local(param)
+
+
+def _follow_local(param: ShardedParam) -> None:
+    """Let the sharded parameter, which has no gradient, be on the device of its local tensor; it stays the same object."""
+    before = param.sharded
+    if before.device == param.local.device:
+        return
+    after = nn.Parameter(torch_dtensors.new_dtensor(param.local, param.spec.sharded), requires_grad=before.requires_grad)
+    vars(after).update(vars(before))
+    carry_grad_dtype(before, after)
+    torch_tensors.become(before, after)
+    param.move_to(param.local)
 
 
 # --- checks -------------------------------------------------------------------------------------------------------------------------

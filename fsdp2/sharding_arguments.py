@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy  # our class descends from it
 
 from .communicators import OwnAllGather, OwnReduceScatter
 from .core.group.param_group import ParamGroup
 from .core.iteration.module_state import ModuleState, unit_of
 from .core.iteration.unit import PrefetchDepth
-from .errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, got_object
+from .core.plan.mesh import DataParallelMesh, read_mesh
+from .errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, got_object, message
 from .policy import AllGather, ReduceScatter
 from .torch_names import torch_modules
+from .user_warnings import warn
 
 _UNFIT: tuple[tuple[Callable[[nn.Module], bool], str, str, str], ...] = (
     (
@@ -47,6 +50,28 @@ _UNFIT: tuple[tuple[Callable[[nn.Module], bool], str, str, str], ...] = (
     ),
 )
 """Modules that cannot be sharded: which, the headline with {} for the class, what was expected, the fix."""
+
+
+_MODEL_AXES = ("cp", "ep", "pp", "tp")
+
+
+def checked_data_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
+    """As ``read_mesh``; warns of axes that are called like model axes. A parameter's own mesh may well have one of experts."""
+    read = read_mesh(mesh, dims)
+    names = read.mesh.mesh_dim_names
+    if mesh is not None and dims is None and mesh.ndim == 2 and names is not None:
+        found = [name for name in names if name.lower() in _MODEL_AXES]
+        if found:
+            warn(
+                message(
+                    f"fully_shard takes the mesh {names} as (replicate, shard), although an axis is called {found[0]}",
+                    expected="the data-parallel axes alone",
+                    fix="pass the data-parallel slice, for instance mesh['dp'], or rename the axes if both carry data parallelism",
+                ),
+                ranks=set(mesh.mesh.flatten().tolist()),
+                once=f"axes {names}",
+            )
+    return read
 
 
 def checked_modules(module: Any) -> list[nn.Module]:

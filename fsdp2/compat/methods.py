@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..clip import clip_grad_norm_
 from ..core.iteration.module_state import unit_of, units_in
-from ..core.modules.sharded_class import seen_as
+from ..core.modules.sharded_class import original_class, swap_class
 from ..errors import ModuleError, OrderError
 from ..fsdp_module import FSDPModule
 from . import model_state, optim_state
@@ -311,7 +311,10 @@ class WrappedModule(FSDPModule):
 
 def _wrapped(module: nn.Module, settings: Settings) -> nn.Module:
     if settings.wrapped is None:
-        settings.wrapped = seen_as(module, WrappedModule, prefix="")
+        # A second object that shares the attributes of ``module``.
+        settings.wrapped = object.__new__(original_class(type(module)))
+        object.__setattr__(settings.wrapped, "__dict__", vars(module))
+        swap_class(settings.wrapped, WrappedModule, prefix="")
     return settings.wrapped
 
 

@@ -15,7 +15,6 @@ Worked example, 2 ranks, a direct (4, 8) and a packed (3,) parameter, align 32:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +33,6 @@ ALIGN_NBYTES = 16
 """Alignment of payloads sent as bytes: dtypes and the kernels that read them want aligned addresses."""
 
 
-@dataclass(frozen=True)
 class FlatGatherPlan:
     """One all-gather into the unsharded storage, computed once.
 
@@ -50,74 +48,52 @@ class FlatGatherPlan:
     rearranged:       (index of the column, cut, whole parameter) of each packed parameter that is not row-major
     """
 
-    storage: torch.UntypedStorage
-    nbytes: int
-    dtype: torch.dtype
-    device: torch.device
-    num_shards: int
-    algorithm: backends.AllGatherAlgorithm
-    async_op: bool
-    allocates_early: bool
-    direct_bounds: Sequence[tuple[int, int]]
-    direct_outputs: list[Tensor]
-    own_rows: list[Tensor]
-    packed_start: int
-    split_sizes: list[int]
-    copy_outs: list[Tensor]
-    rearranged: Sequence[tuple[int, Cut, Tensor]]
+    def __init__(
+        self,
+        group: GroupPlan,
+        storage: torch.UntypedStorage,
+        layout: GroupLayout,
+        num_direct: int,
+        process_group: dist.ProcessGroup,
+        algorithm: backends.AllGatherAlgorithm | None,
+    ) -> None:
+        """Gather from flat shards that lie as ``layout`` says; the storage lies as the group's own layout says.
 
-
-def plan_gather(
-    group: GroupPlan,
-    storage: torch.UntypedStorage,
-    layout: GroupLayout,
-    num_direct: int,
-    process_group: dist.ProcessGroup,
-    algorithm: backends.AllGatherAlgorithm | None,
-) -> FlatGatherPlan:
-    """Gather from flat shards that lie as ``layout`` says into ``storage``, which lies as the group's own layout says.
-
-    storage:    allocated
-    num_direct: the first slots are gathered directly
-    algorithm:  None: ``backends`` chooses
-    """
-    num_shards, rank = layout.num_shards, process_group.rank()
-    dtype, device = group.param_dtype, group.device
-    backend = backends.backend_of(process_group, device.type)
-    nbytes = layout.unsharded_numel * dtype.itemsize
-    like = torch.empty(0, dtype=dtype, device=device)
-    offsets = [slot.unsharded_offset for slot in group.layout.slots]
-    direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]
-    direct_outputs = [
-        storage_view(storage, like, offset, (slot.unsharded_numel,))
-        for slot, offset in zip(direct, offsets, strict=False)
-    ]
-    columns: list[tuple[int, Tensor]] = []
-    rearranged: list[tuple[int, Cut, Tensor]] = []
-    for slot, offset in zip(packed, offsets[num_direct:], strict=True):
-        if not slot.cut.is_row_major:
-            rearranged.append((len(columns), slot.cut, storage_view(storage, like, offset, slot.cut.shape)))
-        columns.append((slot.numel, storage_view(storage, like, offset, (num_shards, slot.numel))))
-        if slot.gap > 0:  # the padding goes into the padding of the unsharded storage
-            offset += slot.unsharded_numel
-            columns.append((slot.gap, storage_view(storage, like, offset, (num_shards, slot.gap))))
-    return FlatGatherPlan(
-        storage=storage,
-        nbytes=group.unsharded_nbytes,
-        dtype=dtype,
-        device=device,
-        num_shards=num_shards,
-        algorithm=algorithm or backends.choose_all_gather(backend, num_shards, nbytes, device.type),
-        async_op=not backends.is_stream_ordered(backend),
-        allocates_early=bool(direct) or not group.streams.host_waits,
-        direct_bounds=[(slot.offset, slot.offset + slot.numel) for slot in direct],
-        direct_outputs=direct_outputs,
-        own_rows=[output.view(num_shards, -1)[rank] for output in direct_outputs],
-        packed_start=packed[0].offset if packed else layout.shard_numel,
-        split_sizes=[size for size, _ in columns],
-        copy_outs=[out for _, out in columns],
-        rearranged=rearranged,
-    )
+        storage:    allocated
+        num_direct: the first slots are gathered directly
+        algorithm:  None: ``backends`` chooses
+        """
+        self.storage, self.nbytes = storage, group.unsharded_nbytes
+        self.dtype, self.device = group.param_dtype, group.device
+        self.num_shards = num_shards = layout.num_shards
+        backend = backends.backend_of(process_group, self.device.type)
+        nbytes = layout.unsharded_numel * self.dtype.itemsize
+        self.algorithm = algorithm or backends.choose_all_gather(backend, num_shards, nbytes, self.device.type)
+        self.async_op = not backends.is_stream_ordered(backend)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        offsets = [slot.unsharded_offset for slot in group.layout.slots]
+        direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]
+        self.allocates_early = bool(direct) or not group.streams.host_waits
+        self.direct_bounds = [(slot.offset, slot.offset + slot.numel) for slot in direct]
+        self.direct_outputs = [
+            storage_view(storage, like, offset, (slot.unsharded_numel,))
+            for slot, offset in zip(direct, offsets, strict=False)
+        ]
+        self.own_rows = [output.view(num_shards, -1)[process_group.rank()] for output in self.direct_outputs]
+        self.packed_start = packed[0].offset if packed else layout.shard_numel
+        self.split_sizes: list[int] = []
+        self.copy_outs: list[Tensor] = []
+        self.rearranged: list[tuple[int, Cut, Tensor]] = []
+        for slot, offset in zip(packed, offsets[num_direct:], strict=True):
+            if not slot.cut.is_row_major:
+                whole = storage_view(storage, like, offset, slot.cut.shape)
+                self.rearranged.append((len(self.split_sizes), slot.cut, whole))
+            columns = [(slot.numel, offset)]
+            if slot.gap > 0:  # the padding goes into the padding of the unsharded storage
+                columns.append((slot.gap, offset + slot.unsharded_numel))
+            for numel, start in columns:
+                self.split_sizes.append(numel)
+                self.copy_outs.append(storage_view(storage, like, start, (num_shards, numel)))
 
 
 class Sender(Protocol):
@@ -208,7 +184,7 @@ class Gather:
         comm: AllGather | None,
         smaller: GroupLayout | None = None,
     ) -> None:
-        """See ``plan_gather``.
+        """See ``FlatGatherPlan``.
 
         comm:    a communicator of the user's, which sees the parameters without gaps between them. torch's contract
                  with it: one buffer for the output, (W * n,), whose own slice is the input. So these groups travel
@@ -221,7 +197,7 @@ class Gather:
         if comm is not None:
             num_direct, algorithm = 0, "stock"
             layout = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)
-        self.plan = plan = plan_gather(group, storage, layout, num_direct, process_group, algorithm)
+        self.plan = plan = FlatGatherPlan(group, storage, layout, num_direct, process_group, algorithm)
         self._process_group = process_group
         self._rank = process_group.rank()
         self._comm = comm

@@ -92,18 +92,6 @@ class ShardedParam:
             torch_dtensors.set_mesh(self.sharded, mesh)  # type: ignore[arg-type]
         self.local = local
 
-    def follow_local(self) -> None:
-        """Let ``sharded`` be on the device of ``local``; it stays the same object. It must have no gradient."""
-        before = self.sharded
-        if before.device == self.local.device:
-            return
-        spec, trainable = self.spec.sharded, before.requires_grad
-        after = nn.Parameter(torch_dtensors.new_dtensor(self.local, spec), requires_grad=trainable)
-        vars(after).update(vars(before))
-        carry_grad_dtype(before, after)
-        torch_tensors.become(before, after)
-        self.move_to(self.local)
-
     def leave_flat(self) -> None:
         """The group drops the flat shard that ``local`` is a piece of."""
         self.address: int | None = None

@@ -17,7 +17,7 @@ before the wait. The unsharded storage is leased for writing as long: ``reshard`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -34,7 +34,7 @@ from ..comm.agreement import tell_later
 from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
-from .all_gather import Gather, Gathering
+from .all_gather import Gathering
 from .gradients import Gradients
 from .group_plan import GroupPlan, gradient_dtypes, plan_group
 from .options import GroupOptions
@@ -247,50 +247,10 @@ class ParamGroup:
         self.all_gather_comm = comm
         self.unsharded = None
 
-    # --- parking ---
-
     def refuse_parked(self) -> None:
         """Raises: ParkedError if it is parked."""
         if self.is_parked:
             raise parked_error([param.fqn for param in self.params])
-
-    def park(self, moved: Callable[[Tensor], Tensor]) -> None:
-        """Let the shards lie elsewhere until ``unpark``; parameters keep their identity, and can be read and written.
-
-        The caller has taken their gradients away.
-
-        moved: returns a flat shard's copy elsewhere, or its argument if it stays; or that of a parameter with memory of
-               its own
-        """
-        self.reshard()
-        self.gradients.forget_plan()
-        if self.unsharded is not None and isinstance(self.unsharded.gather, Gather):
-            self.unsharded.gather.forget()  # it refers to the flat shard, which is to be freed
-        if self.mesh.shard_size == 1 or self.plan.has_own_memory:  # what is unsharded may share memory with the shards
-            self.unsharded = None
-            self.registry.forget()
-            for param in self.params:
-                param.unsharded = None
-        self.is_parked = True  # even if the host's memory ends halfway: ``unpark`` brings back what has moved
-        self._move_shards(moved)
-
-    def unpark(self, moved: Callable[[Tensor], Tensor]) -> None:
-        """Let the shards lie where they belong. moved: as in ``park``, for the way back"""
-        self._move_shards(moved)
-        self.is_parked = False
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _move_shards(self, moved: Callable[[Tensor], Tensor]) -> None:
-        if self.flat is None:
-            for param in self.params:
-                param.move_to(moved(param.local))
-        elif (flat := moved(self.flat)) is not self.flat:
-            self.flat = flat
-            for param, slot in zip(self.plan.params, self.plan.layout.slots, strict=True):
-                param.enter_flat(flat, slot, has_values=True)
-        for param in self.params:
-            param.follow_local()
 
     # --- unshard ---
 

@@ -61,7 +61,7 @@ class UnitHooks:
         policy = unit.mp_policy
         self.input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype: torch.dtype | None = policy.output_dtype
-        self._casts_back = False
+        self.casts_back = False
         self._num_registrations = 0  # when we last looked for parameters that no unit has
         # Tensors that each module's forward leaves; found in its first with autograd, in evaluation and in training.
         self._stored: tuple[dict[int, StoredTensors | None], dict[int, StoredTensors | None]] = ({}, {})
@@ -72,7 +72,7 @@ class UnitHooks:
         self.post_forward = torch_compiler.dynamo_disabled(
             self._post_forward_of_several if several else self._post_forward
         )
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
 
     def install(self) -> None:
         watch_optimizers()
@@ -80,21 +80,21 @@ class UnitHooks:
         unit = self._unit
         for module in unit.modules:  # ahead of the user's hooks
             torch_compiler.keep_hooks_outside(module)
-            self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
+            self.handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self.post_forward, always_call=True))
         if any(group.mesh.spmd is not None for group in unit.groups):
             watch_axes = torch_compiler.dynamo_disabled(self._watch_axes)
-            self._handles += [module.register_forward_hook(watch_axes, with_kwargs=True) for module in unit.modules]
+            self.handles += [module.register_forward_hook(watch_axes, with_kwargs=True) for module in unit.modules]
         for group in unit.uses:
             self.watch_state_dicts(group)
 
     def watch_state_dicts(self, group: ParamGroup) -> None:
         """Show the sharded parameters while the modules that own ``group``'s are saved or loaded."""
         for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
-            self._handles.append(module.register_state_dict_pre_hook(Saving(self._unit)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_state_dict_post_hook(Saved(self._unit)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_pre_hook(Loading(self._unit)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_post_hook(Loaded(self._unit)))  # type: ignore[no-untyped-call]
+            self.handles.append(module.register_state_dict_pre_hook(Saving(self._unit)))  # type: ignore[no-untyped-call]
+            self.handles.append(module.register_state_dict_post_hook(Saved(self._unit)))  # type: ignore[no-untyped-call]
+            self.handles.append(module.register_load_state_dict_pre_hook(Loading(self._unit)))  # type: ignore[no-untyped-call]
+            self.handles.append(module.register_load_state_dict_post_hook(Loaded(self._unit)))  # type: ignore[no-untyped-call]
 
     def _watch_axes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """See Note: gradients on a full SPMD mesh."""
@@ -111,14 +111,10 @@ class UnitHooks:
         and_back: cast floating-point outputs to the dtype that the inputs had
         """
         self.input_dtype = dtype
-        self._casts_back = and_back
-
-    def adopt_casts(self, other: UnitHooks) -> None:
-        """Cast as the hooks of the original unit do; this one is a copy of it."""
-        self.cast_inputs_to(other.input_dtype, other._casts_back)
+        self.casts_back = and_back
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
 
     @property
@@ -142,22 +138,6 @@ class UnitHooks:
             del self.end_failed_forward
             self.run_eagerly()
 
-    def take_places_of(self, originals: UnitHooks, memo: dict[Any, Any]) -> None:
-        """Replace the hooks that ``deepcopy`` copied with our modules: among the user's hooks, order matters."""
-        num_forward = 2 * len(self._unit.modules)
-        for index, original in enumerate(originals._handles):
-            copied = memo.get(id(original.hooks_dict_ref()))
-            if copied is None or original.id not in copied:
-                continue
-            if index >= num_forward:
-                del copied[original.id]
-                continue
-            handle = self._handles[index]
-            copied[original.id] = copied.pop(handle.id)
-            for flags in handle.extra_dict_ref:
-                flags().pop(handle.id, None)  # ``deepcopy`` copied the flags under the original's id
-            handle.id = original.id
-
     # --- others' hooks in the places of ours ---
 
     def run_eagerly(self) -> None:
@@ -165,12 +145,12 @@ class UnitHooks:
 
     def use(self, *hooks: Callable[..., Any]) -> None:
         """Until ``run_eagerly``, run these in the places of ours: one before forward, one after."""
-        for handle, hook in zip(self._handles, hooks * len(self._unit.modules), strict=False):  # forward's come first
+        for handle, hook in zip(self.handles, hooks * len(self._unit.modules), strict=False):  # forward's come first
             handle.hooks_dict_ref()[handle.id] = hook
 
     def give_place(self, hooks: Any, hook: Callable[..., Any]) -> None:
         """Let ``hook`` run in our place in ``hooks``, a module's dict of forward hooks, until ``run_eagerly``."""
-        hooks[next(ours.id for ours in self._handles if ours.hooks_dict_ref() is hooks)] = hook
+        hooks[next(ours.id for ours in self.handles if ours.hooks_dict_ref() is hooks)] = hook
 
     # --- forward ---
 
@@ -301,7 +281,7 @@ class UnitHooks:
     def cast_input(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        if self._casts_back:
+        if self.casts_back:
             self.output_dtype = tensor.dtype
         return tensor.to(self.input_dtype)
 

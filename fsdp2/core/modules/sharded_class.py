@@ -99,14 +99,6 @@ def swap_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> None:
     set_class(module, sharded_class(module, mixin, prefix))
 
 
-def seen_as(module: nn.Module, mixin: type, prefix: str = "FSDP") -> nn.Module:
-    """A second object that shares the attributes of the sharded ``module``, in a ``sharded_class`` with ``mixin``."""
-    other: nn.Module = object.__new__(original_class(type(module)))
-    object.__setattr__(other, "__dict__", vars(module))
-    swap_class(other, mixin, prefix)
-    return other
-
-
 def original_class(cls: type) -> type:
     """The user's class from which ``sharded_class`` made ``cls``, or a class that ``cls`` descends from."""
     return next(_originals[each] for each in cls.__mro__ if each in _originals)

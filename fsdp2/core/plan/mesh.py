@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-from ...errors import ArgumentError, ArgumentTypeError, DeviceError, MeshError, got, message
+from ...errors import ArgumentError, ArgumentTypeError, DeviceError, MeshError, got
 from ...torch_names import torch_dtensors, torch_tensors
-from ...user_warnings import warn
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def data_parallel_mesh(
     )
 
 
-def read_mesh(mesh: DeviceMesh | None, dims: Any = None, for_one_parameter: bool = False) -> DataParallelMesh:
+def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
     """The mesh argument of ``fully_shard``: 1-D shards, 2-D replicates and shards, None is the whole world.
 
     dims:       a DataParallelMeshDims, which names the data-parallel axes of ``mesh``, a full SPMD mesh then
@@ -126,32 +125,12 @@ def read_mesh(mesh: DeviceMesh | None, dims: Any = None, for_one_parameter: bool
                 expected="named axes, so that the replicate and the shard axis can be sliced out of it",
                 fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
             )
-        if not for_one_parameter:  # an expert's own mesh may well have an axis of experts
-            _warn_of_model_axes(mesh, mesh.mesh_dim_names)
         return data_parallel_mesh(mesh, shard_axis=1, replicate_axis=0)
     raise MeshError(
         f"fully_shard got a {mesh.ndim}-D mesh: {mesh}",
         expected="a 1-D mesh (shard) or a 2-D mesh (replicate, shard)",
         fix="slice the data-parallel axes out of it by name, for instance mesh['dp'], or pass dp_mesh_dims",
     )
-
-
-_MODEL_AXES = ("cp", "ep", "pp", "tp")
-
-
-def _warn_of_model_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
-    found = [name for name in names if name.lower() in _MODEL_AXES]
-    if found:
-        warn(
-            message(
-                f"fully_shard takes the mesh {names} as (replicate, shard), although an axis is called {found[0]}",
-                expected="the data-parallel axes alone",
-                fix="pass the data-parallel slice, for instance mesh['dp'], "
-                "or rename the axes if both carry data parallelism",
-            ),
-            ranks=set(mesh.mesh.flatten().tolist()),
-            once=f"axes {names}",
-        )
 
 
 def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
@@ -181,7 +160,7 @@ def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
 def read_mesh_info(info: Any) -> DataParallelMesh:
     """Read ``ShardPlacementResult.mesh_info``: a DeviceMesh like ``fully_shard``'s, or torch's description of one."""
     if isinstance(info, DeviceMesh):
-        return read_mesh(info, for_one_parameter=True)
+        return read_mesh(info)
     dims = getattr(info, "dp_mesh_dims", None)
     if dims is not None:
         return read_mesh(info.spmd_mesh, dims)

@@ -11,7 +11,6 @@ from . import errors
 from .api import adopt, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clients import pretrained as _pretrained
 from .clip import clip_grad_norm_, get_total_norm
-from .core.comm.backends import set_collective_algorithms
 from .core.iteration.finalization import GradientReductionHandle
 from .errors import FSDPError
 from .fsdp_module import FSDPModule, UnshardHandle
@@ -23,6 +22,7 @@ from .policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
+    set_collective_algorithms,
 )
 from .semantics import set_semantics
 from .strategy import accumulate, parallelize

@@ -17,7 +17,6 @@ from torch.distributed.tensor import Shard
 from .clients.state import ClientState
 from .core.iteration.finalization import CommContext
 from .core.iteration.module_state import named_units, schedule_of, sharded_unit, unit_of
-from .core.modules.sharded_class import sharded_class, swap_class
 from .core.setup.build import build_unit, extend_unit, read_modules
 from .errors import MeshError, ModuleError, OrderError, parked_error
 from .fsdp_module import FSDPModule
@@ -32,6 +31,7 @@ from .policy import (
     ShardPlacementResult,
 )
 from .semantics import chosen_semantics
+from .sharded_class import sharded_class, swap_class
 from .sharding_arguments import (
     check_method,
     check_policies,

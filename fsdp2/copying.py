@@ -23,7 +23,7 @@ from .core.group.param import Owner, ShardedParam, carry_grad_dtype
 from .core.group.param_group import GroupState, ParamGroup
 from .core.iteration.module_state import ModuleState, unit_of, unit_with
 from .core.modules.hooks import UnitHooks
-from .core.modules.sharded_class import set_class, unswap_class
+from .sharded_class import set_class, unswap_class
 from .torch_names import torch_dtensors, torch_modules
 
 _PENDING = "fsdp2: units whose modules are being copied"

@@ -24,12 +24,12 @@ from .copying import deepcopy_module
 from .core.comm import backends
 from .core.comm.agreement import another_over
 from .core.iteration.finalization import GradientReductionHandle
-from .core.iteration.first_forward import refuse_meta, warn_of_ignored_prefetch
+from .core.iteration.first_forward import refuse_meta
 from .core.iteration.module_state import ModuleState, schedule_of, sharded_unit
-from .core.modules.sharded_class import original_class
 from .errors import ArgumentError, ModuleError, OrderError
 from .hints.missing_names import answer_for
 from .policy import AllGather, ReduceScatter
+from .sharded_class import original_class
 from .sharding_arguments import (
     check_bool,
     check_divide_factor,
@@ -40,6 +40,7 @@ from .sharding_arguments import (
     checked_units,
     groups_of_one_mesh,
     refuse_custom,
+    warn_of_ignored_prefetch,
 )
 from .torch_names import torch_collectives, torch_modules, torch_tensors
 from .user_warnings import warn

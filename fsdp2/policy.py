@@ -14,7 +14,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+
+from .errors import ArgumentError, got
 
 __all__ = [
     "AllGather",
@@ -242,3 +244,38 @@ class ReduceScatter(Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce ``input_tensor`` (W * n,) over the ranks of ``group`` with ``op``; this rank's slice into ``output_tensor`` (n,)."""
+
+
+_stock_alone = False
+
+
+def set_collective_algorithms(algorithms: Literal["measured", "stock"]) -> None:
+    """Choose the algorithms of later ``fully_shard`` calls, where fsdp2 has a choice: gloo on CPU.
+
+    "measured" takes for each size the algorithm that measured fastest: broadcasts for an all-gather, all-to-all for a
+    reduce-scatter.
+    "stock" takes the backend's own, for tools that count: ``CommDebugMode`` and profilers then see one
+    ``_allgather_base_`` and one ``_reduce_scatter_base_`` where torch's FSDP2 has one. The comparison of ranks before a
+    backward is an ``allreduce_`` in any case.
+
+    Collective: no; all ranks must choose the same.
+    Raises:     ArgumentError for any other word
+
+    Example:
+        fsdp2.set_collective_algorithms("stock")
+        fsdp2.fully_shard(net)
+        fsdp2.set_collective_algorithms("measured")
+    """
+    global _stock_alone
+    if algorithms not in ("measured", "stock"):
+        raise ArgumentError(
+            got("set_collective_algorithms", "algorithms", algorithms),
+            expected='"measured" or "stock"',
+            fix='for instance fsdp2.set_collective_algorithms("stock")',
+        )
+    _stock_alone = algorithms == "stock"
+
+
+def is_stock_alone(device_type: str = "cpu") -> bool:
+    """Whether the user wants the backend's own algorithms. gloo has no reduce-scatter of device memory."""
+    return _stock_alone and device_type == "cpu"

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy  # our cl
 from .communicators import OwnAllGather, OwnReduceScatter
 from .core.group.param_group import ParamGroup
 from .core.iteration.module_state import ModuleState, unit_of
-from .core.iteration.unit import PrefetchDepth
+from .core.iteration.unit import PrefetchDepth, Unit
 from .core.plan.mesh import DataParallelMesh, read_mesh
 from .errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, got_object, message
 from .policy import AllGather, ReduceScatter
@@ -232,3 +232,31 @@ def checked_units(modules: Sequence[Any], caller: str) -> list[ModuleState]:
                 fix="apply fully_shard to it first",
             )
     return [unit for each in modules if (unit := unit_of(each)) is not None]
+
+
+def refuse_symmetric_inputs(units: Sequence[Unit]) -> None:
+    """Refuse several inputs in flight: each would take a segment of symmetric memory, which is scarce."""
+    several = [
+        f"{unit.fqn or 'the root'}: {unit.options.max_reductions} input buffers"
+        for unit in units
+        if unit.options.max_reductions > 1
+        and any(
+            isinstance(comm := group.gradients.options.comm, OwnReduceScatter) and comm.symmetric is not None for group in unit.groups
+        )
+    ]
+    if several:
+        raise ArgumentError(
+            "set_reduce_scatter_max_input_buffers was called with more than 1 where reduce-scatters use symmetric memory",
+            items=several,
+            expected="one input buffer with set_symm_mem_for_comm and set_force_sum_reduction_for_comms(True)",
+            fix="leave max_input_buffers at 1, or reduce-scatter without symmetric memory",
+        )
+
+
+def warn_of_ignored_prefetch(unit: Unit, root: Unit) -> None:
+    """Warn if its backward was told to prefetch, and must not: ranks do not compare whether backward comes to it."""
+    if unit.options.prefetch_backward and not unit.uses and unit is not root:
+        warn(
+            f"set_modules_to_backward_prefetch has no effect on {unit.fqn}, which has no parameters of its own: "
+            "its backward may run on some ranks only. Call it on a module that has parameters, or on the root"
+        )

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..core.modules.sharded_class import original_class
+from ..sharded_class import original_class
 from ..torch_names import torch_compiler, torch_modules
 
 

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from ..arguments import COUNT, PROCESS_GROUP, SWITCH, require
 from ..core.comm.agreement import agree, agree_over, default_group
-from ..core.modules.sharded_class import original_class
 from ..core.plan.mesh import device_of
 from ..errors import ArgumentError, FSDPError, LostRankError, MaterializationError
 from ..fsdp_module import FSDPModule
 from ..hangs.joint_calls import joint
+from ..sharded_class import original_class
 from ..torch_names import torch_modules
 from .checkpoint_folder import LOCK, locked
 from .failures import failure, on_every_rank, tried

@@ -25,12 +25,14 @@ from ..core.group.param import ShardedParam
 from ..core.group.param_group import GroupState, ParamGroup
 from ..core.iteration.finalization import CommContext
 from ..core.iteration.first_forward import refuse_meta
-from ..core.iteration.module_state import units_below
+from ..core.iteration.module_state import ModuleState, units_below
 from ..core.plan.mesh import read_mesh_info
 from ..errors import ArgumentError
 from ..hints.compiler_orders import warn_of_losing_orders
 from ..hints.mixed_tensors import explain_mixed_tensors
+from ..hints.same_models import require_same_as_neighbors
 from ..hints.unmanaged_parameters import warn_of_plain_parameters
+from ..sharding_arguments import refuse_symmetric_inputs, warn_of_ignored_prefetch
 from . import torch_names
 from .memory_tracker import TrackedState
 
@@ -76,6 +78,12 @@ class ClientState(TrackedState):
         if names is None:
             names = _contexts[context] = CommContextNames(*_streams(self.device))
         return names
+
+    def check_before_first_forward(self, units: Sequence[ModuleState]) -> None:
+        refuse_symmetric_inputs(units)
+        require_same_as_neighbors(units)
+        for unit in units:
+            warn_of_ignored_prefetch(unit, self)
 
     def give_hints(self, is_compiled: bool) -> None:
         assert self.schedule is not None

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.modules.sharded_class import set_class
 from ..errors import ModuleError
+from ..sharded_class import set_class
 from ..torch_names.torch_modules import TorchFSDPModule
 from . import api
 from .api import *  # noqa: F403

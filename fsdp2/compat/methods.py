@@ -1,6 +1,6 @@
 """FSDP1's methods and attributes of an FSDP module. Most are one call into a file of their own.
 
-The class is mixed into the module's own, in front of it (``core/modules/sharded_class.py``).
+The class is mixed into the module's own, in front of it (``fsdp2/sharded_class.py``).
 
 ``model.module`` is a second object over the same attributes, hooks and parameters (one ``__dict__``), of a class that is not FSDP and
 has no ``module``. So both ``model.module.head`` and loops that unwrap, ``while isinstance(m, FSDP): m = m.module``, work as before.
@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from ..clip import clip_grad_norm_
 from ..core.iteration.module_state import unit_of, units_in
-from ..core.modules.sharded_class import original_class, swap_class
 from ..errors import ModuleError, OrderError
 from ..fsdp_module import FSDPModule
+from ..sharded_class import original_class, swap_class
 from . import model_state, optim_state
 from .api import CPUOffload, FullOptimStateDictConfig, MixedPrecision, OptimStateKeyType, StateDictSettings, StateDictType
 from .comm_hook import register

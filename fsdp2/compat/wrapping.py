@@ -14,11 +14,11 @@ from torch import nn
 
 from ..clients.state import ClientState
 from ..core.iteration.module_state import unit_of
-from ..core.modules.sharded_class import sharded_class, swap_class
 from ..core.setup.build import build_unit
 from ..errors import ArgumentError, got
 from ..hints.unmanaged_parameters import watch_registrations
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..sharded_class import sharded_class, swap_class
 from ..sharding_arguments import check_policies, checked_modules
 from ..torch_names import torch_tensors
 from .api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member

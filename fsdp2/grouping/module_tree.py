@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..core.iteration.module_state import unit_of
-from ..core.modules.sharded_class import original_class
 from ..core.plan.placement import is_lazy
 from ..errors import ParameterError
+from ..sharded_class import original_class
 from ..torch_names import torch_modules
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)

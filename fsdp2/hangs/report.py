@@ -82,7 +82,7 @@ def report_of(rank: int, log: CollectiveLog) -> Report:
     )
 
 
-_BETWEEN = ("torch/nn/modules/module.py", "fsdp2/torch_names/torch_compiler.py", "fsdp2/core/modules/sharded_class.py")
+_BETWEEN = ("torch/nn/modules/module.py", "fsdp2/torch_names/torch_compiler.py", "fsdp2/sharded_class.py")
 """Files that call a module's forward, and hooks."""
 
 

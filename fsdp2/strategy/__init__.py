@@ -33,7 +33,6 @@ from ..arguments import SWITCH, require
 from ..core.group.options import MicroBatch
 from ..core.iteration.module_state import ModuleState, unit_of, units_in
 from ..core.modules.optimizer_steps import STEPS
-from ..core.modules.sharded_class import sharded_class
 from ..core.plan.mesh import checked_mesh, device_of, read_mesh
 from ..core.setup.build import read_modules
 from ..errors import ArgumentError, ModuleError, got_object
@@ -41,6 +40,7 @@ from ..fsdp_module import FSDPModule
 from ..grouping.planning import plan
 from ..grouping.policies import Wrap
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
+from ..sharded_class import sharded_class
 from ..sharding_arguments import check_policies, checked_modules
 from .meshes import flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
 from .same_start import broadcast, described, free_tensors, require_same

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard, parallelize
 from fsdp2.compat import FullyShardedDataParallel, ModuleWrapPolicy
-from fsdp2.core.modules.sharded_class import sharded_class
+from fsdp2.sharded_class import sharded_class
 from fsdp2.torch_names.torch_modules import TorchFSDPModule
 from fsdp2.wrap import by_class
 from harness import cpu_mesh, on_ranks

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from fsdp2 import OrderError, fully_shard, user_warnings
-from fsdp2.core.iteration import same_models
+from fsdp2.hints import same_models
 from fsdp2.hints.missing_names import INSTEAD
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ...errors import ArgumentError, got
+from ...policy import is_stock_alone
 
 AllGatherAlgorithm = Literal["stock", "broadcast"]
 ReduceScatterAlgorithm = Literal["stock", "all_to_all", "pairwise", "all_reduce"]
@@ -67,41 +67,6 @@ def is_gloo(backend: str) -> bool:
 def moves_data(backend: str) -> bool:
     """Whether the backend moves data between ranks; a fake one does not."""
     return backend not in ("fake", "fake_gloo")
-
-
-_stock_alone = False
-
-
-def set_collective_algorithms(algorithms: Literal["measured", "stock"]) -> None:
-    """Choose the algorithms of later ``fully_shard`` calls, where fsdp2 has a choice: gloo on CPU.
-
-    "measured" takes for each size the algorithm that measured fastest: broadcasts for an all-gather, all-to-all for a
-    reduce-scatter.
-    "stock" takes the backend's own, for tools that count: ``CommDebugMode`` and profilers then see one
-    ``_allgather_base_`` and one ``_reduce_scatter_base_`` where torch's FSDP2 has one. The comparison of ranks before a
-    backward is an ``allreduce_`` in any case.
-
-    Collective: no; all ranks must choose the same.
-    Raises:     ArgumentError for any other word
-
-    Example:
-        fsdp2.set_collective_algorithms("stock")
-        fsdp2.fully_shard(net)
-        fsdp2.set_collective_algorithms("measured")
-    """
-    global _stock_alone
-    if algorithms not in ("measured", "stock"):
-        raise ArgumentError(
-            got("set_collective_algorithms", "algorithms", algorithms),
-            expected='"measured" or "stock"',
-            fix='for instance fsdp2.set_collective_algorithms("stock")',
-        )
-    _stock_alone = algorithms == "stock"
-
-
-def is_stock_alone(device_type: str = "cpu") -> bool:
-    """Whether the user wants the backend's own algorithms. gloo has no reduce-scatter of device memory."""
-    return _stock_alone and device_type == "cpu"
 
 
 def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllGatherAlgorithm:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...communicators import OwnReduceScatter
-from ...errors import ArgumentError, OrderError, meta_error
-from ...user_warnings import warn
+from ...errors import OrderError, meta_error
 from .backward_agreement import Agreement
 from .module_state import ModuleState, units_below
-from .same_models import require_same_as_neighbors
 from .schedule import Schedule
 from .ties import adopt_late_ties
 from .unit import Unit
@@ -19,7 +16,7 @@ def adopt(root: ModuleState) -> Schedule:
     """The first forward: ``root`` and all units below its module share one schedule from now on.
 
     Raises: OrderError if ``root`` is a list of modules; MaterializationError if parameters are on the meta device;
-            ModuleError if another rank is known to have another model
+            what ``check_before_first_forward`` raises
     """
     if len(root.modules) > 1:
         raise OrderError(
@@ -37,8 +34,7 @@ def adopt(root: ModuleState) -> Schedule:
     refuse_meta(units)
     _refuse_strange_ties(units)
     _refuse_manual_children(root, units)
-    _refuse_symmetric_inputs(units)
-    require_same_as_neighbors(units)
+    root.check_before_first_forward(units)
     schedule = Schedule(root, units)
     if root.schedule is not None:
         schedule.tree.holds_pending = root.schedule.tree.holds_pending
@@ -55,19 +51,9 @@ def adopt(root: ModuleState) -> Schedule:
             if unit.schedule.agreement is not None:
                 unit.schedule.agreement.retire()
         unit.schedule = schedule
-        warn_of_ignored_prefetch(unit, root)
     schedule.agreement = Agreement(units, schedule.alive_logs)
     schedule.settled = True
     return schedule
-
-
-def warn_of_ignored_prefetch(unit: Unit, root: Unit) -> None:
-    """Warn if its backward was told to prefetch, and must not: ranks do not compare whether backward comes to it."""
-    if unit.options.prefetch_backward and not unit.uses and unit is not root:
-        warn(
-            f"set_modules_to_backward_prefetch has no effect on {unit.fqn}, which has no parameters of its own: "
-            "its backward may run on some ranks only. Call it on a module that has parameters, or on the root"
-        )
 
 
 def _refuse_strange_ties(units: Sequence[Unit]) -> None:
@@ -98,27 +84,6 @@ def _refuse_manual_children(root: ModuleState, units: Sequence[ModuleState]) -> 
             expected="set_manual_backward_finalization must be called on the root FSDP module",
             fix="call set_manual_backward_finalization(False) on them, "
             "and (True) on the module that you run forward with",
-        )
-
-
-def _refuse_symmetric_inputs(units: Sequence[Unit]) -> None:
-    """Refuse several inputs in flight: each would take a segment of symmetric memory, which is scarce."""
-    several = [
-        f"{unit.fqn or 'the root'}: {unit.options.max_reductions} input buffers"
-        for unit in units
-        if unit.options.max_reductions > 1
-        and any(
-            isinstance(comm := group.gradients.options.comm, OwnReduceScatter) and comm.symmetric is not None
-            for group in unit.groups
-        )
-    ]
-    if several:
-        raise ArgumentError(
-            "set_reduce_scatter_max_input_buffers was called with more than 1 "
-            "where reduce-scatters use symmetric memory",
-            items=several,
-            expected="one input buffer with set_symm_mem_for_comm and set_force_sum_reduction_for_comms(True)",
-            fix="leave max_input_buffers at 1, or reduce-scatter without symmetric memory",
         )
 
 

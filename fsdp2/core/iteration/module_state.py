@@ -6,7 +6,7 @@ torch and other libraries find the same object by ``fully_shard.state(module)``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -46,6 +46,9 @@ class ModuleState(Unit, torch_modules.ModuleStateBase):
     def reduce_accumulated(self) -> None:
         if self.schedule is not None:  # the unit has run
             self.schedule.end_of_backward()
+
+    def check_before_first_forward(self, units: Sequence[ModuleState]) -> None:
+        """Raise if ``units``, this root and those below it, cannot run as they are. Collective: no."""
 
     def give_hints(self, is_compiled: bool) -> None:
         """The first forward begins. is_compiled: code that the compiler runs has called the root"""

@@ -32,7 +32,6 @@ from ..iteration.forward_log import ForwardLog
 from ..iteration.module_state import ModuleState
 from ..iteration.schedule import Schedule
 from ..iteration.unit import Unit
-from . import sharded_class
 
 
 class _Moment(NamedTuple):
@@ -202,7 +201,7 @@ class GuardedPass:
         trace, known = error.__traceback__, self._known.get(self._has_graph)
         while trace is not None:
             name = trace.tb_frame.f_globals.get("__name__", "")
-            if name.startswith("fsdp2.core.") and name != sharded_class.__name__:  # calls the own forward
+            if name.startswith("fsdp2.core."):
                 return "it came while fsdp2 communicated, or made memory for that"
             trace = trace.tb_next
         if known is None:

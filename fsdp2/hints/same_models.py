@@ -26,11 +26,11 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ...errors import ModuleError
-from ...lost_ranks import number_of_world
-from ...torch_names import torch_collectives
-from ..comm import backends
-from .unit import Unit
+from ..core.comm import backends
+from ..core.iteration.unit import Unit
+from ..errors import ModuleError
+from ..lost_ranks import number_of_world
+from ..torch_names import torch_collectives
 
 _num_models: collections.Counter[str] = collections.Counter()
 """How many models have begun to run over a process group: first forwards gather, so its ranks run them in one order."""
@@ -66,9 +66,7 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
     at = ranks.index(rank)
     written: dict[int, bytes] = {}
     with contextlib.suppress(RuntimeError):  # a store that keeps nothing, or that is gone: the next collective tells
-        store = torch_collectives.keys_of_the_store(
-            f"fsdp2_models_{number_of_world()}/{process_group.group_name}/{number}"
-        )
+        store = torch_collectives.keys_of_the_store(f"fsdp2_models_{number_of_world()}/{process_group.group_name}/{number}")
         store.set(str(rank), zlib.compress(json.dumps(facts).encode()))
         for neighbor in {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}:
             if store.check([str(neighbor)]):
@@ -83,9 +81,7 @@ def _compare(neighbor: int, theirs: Sequence[Sequence[str]], rank: int, ours: Se
         if their[1] != our[1]:
             raise ModuleError(
                 f"models differ between ranks: {our[0] if our is not nothing else their[0]}",
-                items=[
-                    f"rank {number}: {': '.join(fact)}" for number, fact in sorted([(neighbor, their), (rank, our)])
-                ],
+                items=[f"rank {number}: {': '.join(fact)}" for number, fact in sorted([(neighbor, their), (rank, our)])],
                 expected="on all ranks the same shapes, dtypes, placements and requires_grad, in the same order",
                 fix="build the same model on every rank, and call fully_shard on the same modules",
             )

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from ...torch_names import torch_modules
+from .torch_names import torch_modules
 
 _classes: dict[tuple[type, type, type], type] = {}
 _originals: dict[type, type] = {}

@@ -21,7 +21,6 @@ from .core.setup.build import build_unit, extend_unit, read_modules
 from .errors import MeshError, ModuleError, OrderError, parked_error
 from .fsdp_module import FSDPModule
 from .hangs.asked import watch_if_asked
-from .hints.unmanaged_parameters import watch_registrations
 from .hints.wide_gradients import tell_of_wide_gradients
 from .lost_ranks import note_process
 from .policy import (
@@ -130,7 +129,6 @@ def fully_shard(
         semantics=chosen_semantics(),
         state_class=ClientState,
     )
-    watch_registrations()
     tell_of_wide_gradients(unit)
     for each in unit.modules:
         swap_class(each, FSDPModule)

@@ -30,7 +30,7 @@ from . import inspect
 from .arguments import COUNT, FUNCTION, Kind, require
 from .core.comm.streams import streams_of
 from .core.iteration.module_state import sharded_parameters
-from .core.modules.optimizer_steps import note_replayed_step
+from .optimizer_steps import note_replayed_step
 from .torch_names import torch_tensors
 from .torch_names.torch_tensors import pytree
 from .user_warnings import line_of_the_user, warn

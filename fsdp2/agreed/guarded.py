@@ -28,10 +28,10 @@ from ..core.comm.agreement import axes_of, largest_over, told_over
 from ..core.group.param import as_sharded
 from ..core.iteration.module_state import ModuleState, sharded_parameters
 from ..core.modules.guarded_pass import GuardedPass
-from ..core.modules.optimizer_steps import STEPS, optimizers_that_stepped
 from ..errors import ArgumentError, FSDPError, OrderError
 from ..hangs.joint_calls import joint
 from ..lost_ranks import is_of_memory
+from ..optimizer_steps import STEPS, optimizers_that_stepped
 from ..printable import in_bytes
 from ..state_bytes import measured_state_bytes
 from ..strategy import sharded_units

@@ -31,7 +31,8 @@ from ..errors import ArgumentError
 from ..hints.compiler_orders import warn_of_losing_orders
 from ..hints.mixed_tensors import explain_mixed_tensors
 from ..hints.same_models import require_same_as_neighbors
-from ..hints.unmanaged_parameters import warn_of_plain_parameters
+from ..hints.unmanaged_parameters import warn_of_plain_parameters, watch_registrations
+from ..optimizer_steps import watch_optimizers
 from ..sharding_arguments import refuse_symmetric_inputs, warn_of_ignored_prefetch
 from . import torch_names
 from .memory_tracker import TrackedState
@@ -39,6 +40,11 @@ from .memory_tracker import TrackedState
 
 class ClientState(TrackedState):
     """The state that ``fully_shard`` leaves on a module, with the names that other projects read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        watch_optimizers()
+        watch_registrations()
 
     _mp_policy = property(attrgetter("mp_policy"))
 

@@ -16,7 +16,6 @@ from ..clients.state import ClientState
 from ..core.iteration.module_state import unit_of
 from ..core.setup.build import build_unit
 from ..errors import ArgumentError, got
-from ..hints.unmanaged_parameters import watch_registrations
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..sharded_class import sharded_class, swap_class
 from ..sharding_arguments import check_policies, checked_modules
@@ -90,7 +89,6 @@ def wrap_module(module: nn.Module, options: Options, mixin: type, mixin_below: t
             state_class=ClientState,
             semantics="2.13",  # FSDP1 reduces in ``param_dtype``, unlike torch's FSDP2 from 2.15 on
         )
-    watch_registrations()
     for buffer, data in zip(left_alone, before, strict=True):
         torch_tensors.set_data(buffer, data)
     swap_class(module, mixin, prefix="")  # type(model.module).__name__ is the user's, as in FSDP1

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from ..core.group.param import sharded_from
 from ..core.iteration.module_state import ModuleState, unit_of, units_in
 from ..core.iteration.unit import Unit
-from ..core.modules.optimizer_steps import STEPS
 from ..errors import message
 from ..inspect import plain_parameters
+from ..optimizer_steps import STEPS
 from ..torch_names import torch_compiler
 from ..user_warnings import warn
 

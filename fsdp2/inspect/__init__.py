@@ -31,10 +31,10 @@ from ..core.group.reduction import Reduction
 from ..core.iteration.module_state import ModuleState, named_units, names_from, sharded_parameters, unit_with
 from ..core.iteration.module_state import unit_of as _unit_of
 from ..core.iteration.unit import Unit as _Unit
-from ..core.modules.optimizer_steps import STEPS, optimizers_that_stepped, watch_optimizers
 from ..core.modules.tensors import find_tensors
 from ..errors import FSDPError
 from ..lost_ranks import lost_ranks, number_of_world
+from ..optimizer_steps import STEPS, optimizers_that_stepped, watch_optimizers
 from ..torch_names import torch_modules, torch_tensors
 from . import events, torch_fsdp2
 from .events import CollectiveLog, Listener, Record, Stage, at_disk

@@ -32,13 +32,13 @@ from ..api import fully_shard
 from ..arguments import SWITCH, require
 from ..core.group.options import MicroBatch
 from ..core.iteration.module_state import ModuleState, unit_of, units_in
-from ..core.modules.optimizer_steps import STEPS
 from ..core.plan.mesh import checked_mesh, device_of, read_mesh
 from ..core.setup.build import read_modules
 from ..errors import ArgumentError, ModuleError, got_object
 from ..fsdp_module import FSDPModule
 from ..grouping.planning import plan
 from ..grouping.policies import Wrap
+from ..optimizer_steps import STEPS
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
 from ..sharded_class import sharded_class
 from ..sharding_arguments import check_policies, checked_modules

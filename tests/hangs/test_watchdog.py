@@ -21,11 +21,11 @@ import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.core.comm import collective_log
-from fsdp2.core.modules.optimizer_steps import STEPS
 from fsdp2.hangs import background, watcher
 from fsdp2.hangs.background import EXIT_STATUS
 from fsdp2.hangs.watcher import Watchdog
 from fsdp2.inspect import events
+from fsdp2.optimizer_steps import STEPS
 from harness import on_ranks
 
 PROGRAM = Path(__file__).with_name("hanging_program.py")

@@ -1,1 +1,1 @@
-"""The user's modules, autograd and optimizers: the only folder with side effects on them."""
+"""The user's modules and autograd: the only folder with side effects on them."""

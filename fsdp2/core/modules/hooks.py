@@ -44,7 +44,6 @@ from .graph_hooks import (
     outlive_parameters,
     pass_input,
 )
-from .optimizer_steps import watch_optimizers
 from .state_dicts import Loaded, Loading, Saved, Saving
 from .tensors import StoredTensors, find_tensors, map_tensors, stored_tensors
 
@@ -75,7 +74,6 @@ class UnitHooks:
         self.handles: list[Any] = []
 
     def install(self) -> None:
-        watch_optimizers()
         exempt_from_typechecking(_OUR_OWN)
         unit = self._unit
         for module in unit.modules:  # ahead of the user's hooks

@@ -61,7 +61,7 @@ def build_unit(
     offload_policy: Any,
     ignored_params: set[nn.Parameter],
     semantics: Semantics,
-    state_class: type[ModuleState] = ModuleState,
+    state_class: type[ModuleState],
 ) -> ModuleState:
     """Shard and hook ``modules``. Collective: only for an int ``reshard_after_forward`` or a DiskOffloadPolicy.
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...errors import OrderError
-from ...torch_names import torch_autograd, torch_compiler
-from ..group.gradients import Gradients
-from ..group.param import ShardedParam, sharded_from
-from ..group.param_group import ParamGroup
-from ..iteration.call import next_moment
-from ..iteration.module_state import sharded_parameters
+from .core.group.gradients import Gradients
+from .core.group.param import ShardedParam, sharded_from
+from .core.group.param_group import ParamGroup
+from .core.iteration.call import next_moment
+from .core.iteration.module_state import sharded_parameters
+from .errors import OrderError
+from .torch_names import torch_autograd, torch_compiler
 
 
 class _Checked(NamedTuple):
@@ -171,16 +171,12 @@ def _refuse_incomplete(optimizer: Optimizer) -> None:
         if not gradients.has_unreduced:
             STEPS.waiting.discard(gradients)
     waiting = {id(param.sharded): param.fqn for gradients in STEPS.waiting for param in gradients.plan.params}
-    incomplete = [
-        waiting[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in waiting
-    ]
+    incomplete = [waiting[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in waiting]
     if incomplete:
         raise OrderError(
-            f"{type(optimizer).__name__} steps while gradients of {len(incomplete)} parameters wait "
-            "for their last micro-batch",
+            f"{type(optimizer).__name__} steps while gradients of {len(incomplete)} parameters wait for their last micro-batch",
             items=incomplete,
-            expected="a backward inside accumulate(model, last=True) before the step, "
-            "which hands them to the parameters",
+            expected="a backward inside accumulate(model, last=True) before the step, which hands them to the parameters",
             fix="pass last=True for the last micro-batch, or drop them with model.zero_grad()",
         )
 
@@ -206,6 +202,5 @@ def _give_sharded(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} has state for {len(too_late)} parameters that were sharded since",
             items=too_late,
             expected="an optimizer that made no step before fully_shard",
-            fix="build the optimizer after fully_shard, "
-            "and load the state with torch.distributed.checkpoint.state_dict",
+            fix="build the optimizer after fully_shard, and load the state with torch.distributed.checkpoint.state_dict",
         )

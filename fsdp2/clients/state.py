@@ -12,7 +12,7 @@ the public setter would make of it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -32,6 +32,7 @@ from ..hints.compiler_orders import warn_of_losing_orders
 from ..hints.mixed_tensors import explain_mixed_tensors
 from ..hints.same_models import require_same_as_neighbors
 from ..hints.unmanaged_parameters import warn_of_plain_parameters, watch_registrations
+from ..max_norm import shrinking_weights
 from ..optimizer_steps import watch_optimizers
 from ..sharding_arguments import refuse_symmetric_inputs, warn_of_ignored_prefetch
 from . import torch_names
@@ -45,6 +46,10 @@ class ClientState(TrackedState):
         super().__init__(*args, **kwargs)
         watch_optimizers()
         watch_registrations()
+
+    def extend(self, groups: Iterable[ParamGroup], borrowed: Iterable[ParamGroup]) -> None:
+        super().extend(groups, borrowed)
+        self.max_norm_weights = shrinking_weights(self.groups)
 
     _mp_policy = property(attrgetter("mp_policy"))
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ParameterError
-from ..group.max_norm import shrinking_weights
 from ..group.options import GroupOptions
 from ..group.param import ShardedParam
 from ..group.param_group import ParamGroup
@@ -100,8 +99,8 @@ def _tie(unit: ModuleState, group: ParamGroup, param: ShardedParam, to_group: Pa
     else:
         unit.groups.remove(group)
         unit.uses.remove(group)
-    if to_group not in unit.uses:
-        unit.uses.append(to_group)
-        to_group.holders = to_group.holders or set()
+    if to_group in unit.uses:
+        unit.extend((), ())
+    else:
+        unit.extend((), [to_group])
         unit.hooks.watch_state_dicts(to_group)
-    unit.max_norm_weights = shrinking_weights(unit.groups)

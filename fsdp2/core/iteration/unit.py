@@ -25,7 +25,6 @@ from ...torch_names import torch_autograd
 from ..comm.streams import streams_of
 from ..group.all_gather import Gathering, send_together
 from ..group.group_plan import have_mixed_dtypes
-from ..group.max_norm import shrinking_weights
 from ..group.options import MicroBatch
 from ..group.param import Owner
 from ..group.param_group import GroupState, ParamGroup
@@ -113,7 +112,7 @@ class Unit:
 
     groups:           its own groups
     uses:             its own groups and those it borrows
-    max_norm_weights: embeddings that shrink their rows in forward
+    max_norm_weights: embeddings that shrink their rows in forward; the ``write_back`` of each follows it
     ignored:          where the parameters are that the user manages
     fqn:              the name of its first module, from the root
     summoned:         its modules show whole parameters from ``summon_full_params``, which forward uses as they are
@@ -126,6 +125,7 @@ class Unit:
 
     guarded = False
     num_served = 0
+    max_norm_weights: Sequence[Any] = ()
     kept_frozen: Mapping[ParamGroup, Kept | None] = MappingProxyType({})
     watchers: tuple[Callable[[], None], ...] = ()
 
@@ -157,7 +157,6 @@ class Unit:
         borrowed = [*self.borrowed, *borrowed]
         self.groups += groups
         self.uses = [*self.groups, *borrowed]
-        self.max_norm_weights = shrinking_weights(self.groups)
         for group in self.groups:
             group.gradients.set_micro_batch(self.micro_batch)
         for group in borrowed:

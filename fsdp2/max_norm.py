@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.collective_log import during
-from ..plan.layout import rows_of
-from .param import ShardedParam
-from .param_group import ParamGroup
+from .core.comm.collective_log import during
+from .core.group.param import ShardedParam
+from .core.group.param_group import ParamGroup
+from .core.plan.layout import rows_of
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,9 @@ class Backward:
             if self._host_waits:
                 unit.wait()
         iteration = tree.iteration
+        others: Sequence[Unit] = ()
         if options.prefetch_backward and (unit.uses or unit is tree.root):  # see ``Forward.end``
-            for other in options.prefetch_backward:
-                self._prefetch(other)
+            others = options.prefetch_backward
         elif positions := iteration.positions.get(unit):
             index = positions.pop()
             depth = options.backward_depth
@@ -84,20 +84,18 @@ class Backward:
                 if options.backward_prefetch != "pre":
                     self._prefetch_behind[unit] = before
                 elif depth.units == 1:  # by far the most common
-                    self._prefetch(before)
+                    others = (before,)
                 else:
-                    for other in ahead(iteration.order[max(index - depth.units, 0) : index][::-1], depth):
-                        if iteration.positions.get(other):  # its backward is still to come
-                            self._prefetch(other)
+                    others = ahead(iteration.order[max(index - depth.units, 0) : index][::-1], depth)
+                    others = [other for other in others if iteration.positions.get(other)]  # their backward is to come
+        for other in others:
+            if other.options.unshard_in_backward:
+                self._prefetched.append(other)
+                tree.issue_for_backward(other)
         if not self._host_waits and options.unshard_in_backward:
             unit.wait()
         if log is not None:
             log.resume()
-
-    def _prefetch(self, unit: Unit) -> None:
-        if unit.options.unshard_in_backward:
-            self._prefetched.append(unit)
-            self._tree.issue_for_backward(unit)
 
     def end(self, unit: Unit, call: Call, task: int) -> None:
         """An input of ``call`` has its gradient. Collective: yes, if the call was its unit's last in this backward."""
@@ -154,8 +152,9 @@ class Backward:
             unit.reshard(to_smaller=unit.micro_batch.reshards_to_smaller)
         if self._prefetch_behind:
             before = self._prefetch_behind.pop(unit, None)
-            if before is not None and not at_end:
-                self._prefetch(before)
+            if before is not None and not at_end and before.options.unshard_in_backward:
+                self._prefetched.append(before)
+                self._tree.issue_for_backward(before)
         if taken and torch_autograd.profiler_is_on():
             with record_function(f"FSDP::reduce ({unit.fqn or 'root'})"):
                 self._tree.reductions.start(taken)

@@ -267,7 +267,7 @@ class ParamGroup:
         if self.state is GroupState.HIDDEN:
             if self.registry.verify(self.plan.has_own_memory):
                 self.state = GroupState.UNSHARDED
-                self.registry.show_unsharded()
+                self.registry.show(unsharded=True)
             else:  # the user replaced parameters that the modules showed
                 self.reshard()
         if self.state is GroupState.SHARDED:
@@ -315,7 +315,7 @@ class ParamGroup:
                     self.cancel()
                     raise
             self.state = GroupState.UNSHARDED
-            self.registry.show_unsharded()
+            self.registry.show(unsharded=True)
 
     def release(self) -> None:
         """Wait for an issued unshard, so that the flat shard may be written; no-op otherwise."""
@@ -323,7 +323,7 @@ class ParamGroup:
             _, unsharded = self._finish_gather()
             self.state = GroupState.SHARDED
             if unsharded.extensions is None:  # else they are shown, and there may be no others yet
-                self.registry.show_sharded()
+                self.registry.show(unsharded=False)
             else:
                 unsharded.extensions.let_go()
             if not self.keeps_storage:
@@ -337,7 +337,7 @@ class ParamGroup:
             if self.smaller is not None:
                 self.smaller.drop()
                 self.smaller = None
-                self.registry.show_sharded()
+                self.registry.show(unsharded=False)
             self.state = GroupState.SHARDED
             self._free_unused(unsharded)
 
@@ -452,7 +452,7 @@ class ParamGroup:
         """
         if self.state in (GroupState.UNSHARDED, GroupState.RESHARDED):
             self.take_over_toggles()
-            self.registry.show_sharded()
+            self.registry.show(unsharded=False)
             if self.state is GroupState.UNSHARDED:
                 self.state = GroupState.HIDDEN
         self.await_host_read()
@@ -474,7 +474,7 @@ class ParamGroup:
             return
         assert unsharded is not None
         if before is not GroupState.HIDDEN:
-            self.registry.show_sharded()
+            self.registry.show(unsharded=False)
         self.state = GroupState.SHARDED
         if self.smaller is not None:
             self.smaller.drop()

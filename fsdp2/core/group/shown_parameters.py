@@ -30,7 +30,7 @@ class ModuleRegistry:
         ]
         self._is_prepared = False
         # The ``_parameters`` of each module that owns some, and their entries while sharded and while unsharded.
-        self._entries: list[tuple[dict[str, Any], dict[str, nn.Parameter], dict[str, nn.Parameter]]] = []
+        self._entries: list[tuple[dict[str, Any], tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]]] = []
         self._slow: list[tuple[nn.Module, str, ShardedParam]] = []
         show(params, [param.sharded for param in params])
 
@@ -54,33 +54,25 @@ class ModuleRegistry:
     def _prepare(self) -> None:
         self._is_prepared = True
         self._slow = []
-        found: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
+        found: dict[int, tuple[dict[str, Any], tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]]] = {}
         for _, name, param, module in self._owned:
             if type(module).__setattr__ is not nn.Module.__setattr__:
                 self._slow.append((module, name, param))
                 continue
             assert param.unsharded is not None
             parameters = module._parameters
-            _, sharded, unsharded = found.setdefault(id(parameters), (parameters, {}, {}))
+            _, (sharded, unsharded) = found.setdefault(id(parameters), (parameters, ({}, {})))
             sharded[name], unsharded[name] = param.sharded, param.unsharded
         self._entries = list(found.values())
 
-    def show_sharded(self) -> None:
+    def show(self, unsharded: bool) -> None:
+        """Let the modules show the unsharded parameters, or the sharded ones."""
         if not self._is_prepared:
             self._prepare()
-        for parameters, sharded, _ in self._entries:
-            parameters.update(sharded)
+        for parameters, entries in self._entries:
+            parameters.update(entries[unsharded])
         for module, name, param in self._slow:
-            setattr(module, name, param.sharded)
-
-    def show_unsharded(self) -> None:
-        if not self._is_prepared:
-            self._prepare()
-        for parameters, _, unsharded in self._entries:
-            parameters.update(unsharded)
-        for module, name, param in self._slow:
-            assert param.unsharded is not None
-            setattr(module, name, param.unsharded)
+            setattr(module, name, param.unsharded if unsharded else param.sharded)
 
     def verify(self, has_own_memory: bool) -> bool:
         """Whether every entry is as we left it; adopts parameters that the user put there, or refuses them by name.

@@ -155,6 +155,19 @@ def meta_error(items: Iterable[str], device: str) -> MaterializationError:
     )
 
 
+def unseen_writes_error(names: list[str]) -> OrderError:
+    """The error to raise where parameters named ``names`` were written and their shards were not."""
+    return OrderError(
+        f"{len(names)} parameters were written while they were kept unsharded, in a way that moves no version counter of their shards",
+        items=names,
+        expected="writes to the sharded parameters under torch.no_grad(): param.mul_(...) "
+        "for those of model.parameters() after an evaluation, or for the tensors of model.state_dict()",
+        fix="call reshard() on the FSDP modules before the write; or write param itself, one at a time, "
+        "instead of param.data, param.detach().to_local() or lists for torch._foreach_* "
+        "(as AveragedModel's multi_avg_fn does)",
+    )
+
+
 def misplaced_error(items: Iterable[str], device: str) -> MaterializationError:
     """The error to raise where a call needs values on ``device`` and parameters are elsewhere."""
     missing = list(items)

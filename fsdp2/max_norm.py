@@ -50,6 +50,7 @@ class ShrunkRows:
                 torch.embedding_renorm_(param.local, indices, max_norm, self._module.norm_type)
         else:
             _shrink(param.local, own.bool(), max_norm, self._module.norm_type)
+        param.version = -1  # what the graph has saved has the same values
 
 
 def _shrink(weight: Tensor, chosen: Tensor, max_norm: float, norm_type: float) -> None:

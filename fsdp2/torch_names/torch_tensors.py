@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +22,11 @@ else:
     FakeTensor = torch_name("torch._subclasses.FakeTensor")  # if gone, none is recognized
     TorchDispatchMode = torch_name("torch.utils._python_dispatch.TorchDispatchMode")
     pytree = torch_name("torch.utils._pytree")
+
+
+# Inside, attributes of DTensors are read and set in half the time: torch does not ask their class first.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch_name("torch._C.DisableTorchFunctionSubclass", nullcontext)
+with_torch_function: Callable[[], AbstractContextManager[Any]] = torch_name("torch._C._EnableTorchFunction", nullcontext)
 
 
 def default_device_type() -> str:

@@ -178,12 +178,14 @@ def sum_only(model: Any) -> None:
 
 
 def written_in_forward(model: Any, x: Tensor) -> Tensor:
-    """The shards of the last block, behind its forward: backward gathers it first, with the new values."""
+    """A shard of the last block, behind its forward: backward gathers it first, with the new values.
+
+    Of a parameter that autograd has not saved: backward would raise, as in the unsharded model.
+    """
 
     def write(*args: object) -> None:
         with torch.no_grad():
-            for param in model.blocks[-1].parameters():
-                param.to_local().mul_(0.9)
+            model.blocks[-1].up.bias.to_local().mul_(0.9)
 
     handle = model.blocks[-1].register_forward_hook(write)
     loss = model(x).square().mean()

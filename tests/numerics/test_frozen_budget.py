@@ -254,7 +254,7 @@ def test_a_write_is_used_whenever_it_comes(name):
     for moment in ("before backward", "after backward", "after a reset"):
         model, reference = with_reference(adapters(mlp()), kept)
         x = torch.ones(2, 7)
-        loss = model(x).sum()
+        loss, reference_loss = model(x).sum(), reference(x).sum()
         BETWEEN[name](model)
         if moment != "before backward":
             loss.backward()
@@ -264,7 +264,10 @@ def test_a_write_is_used_whenever_it_comes(name):
             for each in (model, reference):
                 each.blocks[1].up.weight.mul_(2)
         if moment == "before backward":
-            loss.backward()
+            for each in (reference_loss, loss):
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    each.backward()
+            model.reset_iter_state()
         assert_close(model(x), reference(x))
 
 

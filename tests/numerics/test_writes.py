@@ -383,11 +383,12 @@ BETWEEN: dict[str, Callable[[Run], None]] = {
     "closure": by_closure,
     "load_safetensors": by_safetensors,
     "load_safetensors, in place": lambda run: by_safetensors(run, in_place=True),
+    **{way: WAYS[way] for way in ("held", "held, local", "state_dict", "state_dict, local", "earlier state_dict, local")},
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["default", "kept", "resharded"])
+@pytest.mark.parametrize("name", ["default", "kept", "resharded", "zero1", "ddp"])
 @pytest.mark.parametrize("way", BETWEEN)
 def test_parameters_that_are_written_between_forward_and_backward_are_refused(name, way):
     """The unsharded model refuses too: a variable needed for gradient computation has been modified by an inplace operation."""
@@ -403,6 +404,49 @@ def test_parameters_that_are_written_between_forward_and_backward_are_refused(na
         run.optimizer.zero_grad()
         run.step()
     assert_close(ours.evaluate(), theirs.evaluate())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["default", "kept", "resharded", "zero1", "zero2", "ddp"])
+def test_a_write_between_forward_and_backward_to_what_no_graph_has_saved_is_kept_or_refused(name):
+    """Symptom: in groups that forward had left unsharded, ``module.bias.add_()`` was gone after backward, without an error."""
+    for get in (lambda run: run.params[1], lambda run: local(run.params[1]), lambda run: run.model.blocks[0].bias):
+        for state in (between_steps, evaluated):
+            ours, theirs = Run(MODELS[name]()), Run(Model())
+            for run in (theirs, ours):
+                state(run)
+                loss = run.loss()
+                written = get(run)
+                with torch.no_grad():
+                    written.mul_(0.5)
+                if run is ours and written is run.model.blocks[0].bias and not isinstance(written, DTensor):  # unsharded
+                    with pytest.raises(fsdp2.OrderError, match=r"blocks\.0\.bias"):
+                        loss.backward()
+                    break
+                loss.backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            else:
+                assert_close(ours.evaluate(), theirs.evaluate())
+
+
+@on_ranks(2)
+def test_a_write_between_two_forwards_is_told_to_the_graph_of_the_first():
+    for name in ("kept", "resharded"):
+        ours, theirs = Run(MODELS[name]()), Run(Model())
+        for run in (theirs, ours):
+            first = run.loss()
+            halve(run.params)
+            second = run.loss()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                first.backward()
+            if run is ours:
+                run.model.reset_iter_state()
+                second = run.loss()
+            run.optimizer.zero_grad()
+            second.backward()
+            run.optimizer.step()
+        assert_close(ours.evaluate(), theirs.evaluate())
 
 
 class TwoHeads(nn.Module):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ArgumentError, OrderError
+from ...torch_names import torch_tensors
 from ..comm import backends
 from ..comm.division import Divisions, divisions_for
 from .group_plan import GroupPlan
@@ -116,7 +117,8 @@ class Gradients:
     def _current_plan(self) -> ReducePlan:
         """The plan for the parameters that are trainable now, and those with waiting gradients."""
         group, before = self.plan, self._planned
-        trainable = [param.sharded.requires_grad for param in group.params]
+        with torch_tensors.without_torch_function():
+            trainable = [param.sharded.requires_grad for param in group.params]
         if (
             before is not None
             and before.plan.group is group
@@ -338,14 +340,15 @@ class Gradients:
         """Do as ``zero_grad`` for the sharded parameters, shown or not, and for gradients not reduced yet."""
         self._accumulated = None
         self._adding = None
-        for param in self.plan.params:
-            if self._on_leaves and param.unsharded is not None:
-                param.unsharded.grad = None
-                let_add_up(param)
-            if set_to_none:
-                param.sharded.grad = None
-            elif param.sharded.grad is not None:
-                param.sharded.grad.zero_()
+        with torch_tensors.without_torch_function():
+            for param in self.plan.params:
+                if self._on_leaves and param.unsharded is not None:
+                    param.unsharded.grad = None
+                    let_add_up(param)
+                if set_to_none:
+                    param.sharded.grad = None
+                elif param.sharded.grad is not None:
+                    param.sharded.grad.zero_()
         self._on_leaves = False
 
     # --- to the sharded parameters ---

@@ -163,23 +163,24 @@ def give(
     """
     is_usual = reduced.dtype is usual
     start = reduced.storage_offset()
-    for view in views:
-        param = view.param
-        sharded = param.sharded
-        grad = reduced.as_strided(view.shape, view.strides, start + view.offset)
-        before = sharded.grad
-        if before is None:
-            spec = param.spec.sharded
-            if not is_usual and not keeps_grad_dtype:
-                torch_tensors.allow_any_grad_dtype(sharded)
-            sharded.grad = torch_dtensors.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
-        else:
-            torch_dtensors.local_tensor(before).add_(grad)  # type: ignore[arg-type]
-        if sharded._post_accumulate_grad_hooks:
-            before_hooks()
-            with torch.enable_grad():
-                for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
-                    hook(sharded)
+    with torch_tensors.without_torch_function():
+        for view in views:
+            param = view.param
+            sharded = param.sharded
+            grad = reduced.as_strided(view.shape, view.strides, start + view.offset)
+            before = sharded.grad
+            if before is None:
+                spec = param.spec.sharded
+                if not is_usual and not keeps_grad_dtype:
+                    torch_tensors.allow_any_grad_dtype(sharded)
+                sharded.grad = torch_dtensors.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
+            else:
+                torch_dtensors.local_tensor(before).add_(grad)  # type: ignore[arg-type]
+            if sharded._post_accumulate_grad_hooks:
+                before_hooks()
+                with torch_tensors.with_torch_function(), torch.enable_grad():
+                    for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
+                        hook(sharded)
 
 
 def _note_gradients(buffer: Tensor, strides: dict[int, tuple[int, ...]], stop: int) -> None:

@@ -49,6 +49,7 @@ class ShardedParam:
     trainable:  whether it required a gradient when the sharded and the unsharded parameter were last compared
     unsharded:  what the user sees in forward and backward; made at the first unshard
     adds_up_in: a ``grad_dtype`` for the unsharded parameter; None: its own dtype
+    version:    sum of the version counters of ``sharded`` and ``local`` when last read; -1: not yet
     kind:       the original's class if it is a user's subclass of ``nn.Parameter``; the unsharded parameter has it, too
     """
 
@@ -66,6 +67,7 @@ class ShardedParam:
         self.unsharded: nn.Parameter | None = None
         self.adds_up_in: torch_tensors.GradDtype | None = None
         self.kind: type[nn.Parameter] | None = None
+        self.version = -1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,6 +93,7 @@ class ShardedParam:
         if self.sharded.device_mesh is not mesh:  # type: ignore[attr-defined]
             torch_dtensors.set_mesh(self.sharded, mesh)  # type: ignore[arg-type]
         self.local = local
+        self.version = -1
 
     def leave_flat(self) -> None:
         """The group drops the flat shard that ``local`` is a piece of."""

@@ -28,7 +28,7 @@ from ...errors import FSDPError, meta_error, misplaced_error, parked_error
 from ...lost_ranks import raise_lost
 from ...mapped_file import READ_AHEAD, MappedFile, mapped
 from ...policy import AllGather
-from ...torch_names import torch_tensors
+from ...torch_names import torch_autograd, torch_tensors
 from ..comm import collective_log
 from ..comm.agreement import tell_later
 from ..comm.streams import streams_of
@@ -268,11 +268,18 @@ class ParamGroup:
             if self.registry.verify(self.plan.has_own_memory):
                 self.state = GroupState.UNSHARDED
                 self.registry.show(unsharded=True)
+                if self.registry.written:
+                    self.tell_of_writes()
             else:  # the user replaced parameters that the modules showed
                 self.reshard()
         if self.state is GroupState.SHARDED:
-            if not self.registry.verify(self.plan.has_own_memory):
+            freed_nbytes = 0
+            if self.unsharded is not None and not self.keeps_storage and torch_autograd.current_graph_task() == -1:
+                freed_nbytes = self.unsharded.freed_nbytes
+            if not self.registry.verify(self.plan.has_own_memory, freed_nbytes):
                 self.rebuild()
+            if self.registry.written:
+                self.tell_of_writes()
             if self.plan.is_meta:
                 raise meta_error(self.on_meta(), str(self.device))
             if self.is_parked:
@@ -409,6 +416,24 @@ class ParamGroup:
         them raises, as in the unsharded model.
         """
         self.written_at = moment
+        self._tell_graphs(params)
+
+    def look_for_writes(self) -> None:
+        """A backward begins, with the group unsharded: do as each gather does in ``verify``."""
+        for param in self.params:
+            if (version := param.sharded._version + param.local._version) != param.version:
+                self.registry.written += [param] if param.version >= 0 else []
+                param.version = version
+        if self.registry.written:
+            self.tell_of_writes()
+
+    def tell_of_writes(self) -> None:
+        """Tell graphs which shards the user has written in place; optimizers and loads have told of theirs."""
+        written, self.registry.written = self.registry.written, []
+        if self.unsharded is None or self.unsharded.written_at == self.written_at:
+            self._tell_graphs(written)
+
+    def _tell_graphs(self, params: Sequence[ShardedParam]) -> None:
         saved = [param.unsharded for param in params if param.unsharded is not None]
         torch.autograd.graph.increment_version(saved)
         self._num_told += len(saved)

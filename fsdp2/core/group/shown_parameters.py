@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import ParameterError
+from ...errors import ParameterError, unseen_writes_error
+from ...torch_names import torch_autograd, torch_tensors
 from .own_memory import has_extension
-from .param import Owner, ShardedParam, carry_grad_dtype, shards
+from .param import Owner, ShardedParam, carry_grad_dtype, sharded_from, shards
 
 
 class ModuleRegistry:
@@ -29,9 +30,12 @@ class ModuleRegistry:
             (owner.module._parameters, owner.name, param, owner.module) for param in params for owner in param.owners
         ]
         self._is_prepared = False
+        self.written: list[ShardedParam] = []  # shards that ``verify`` found written, for the group
         # The ``_parameters`` of each module that owns some, and their entries while sharded and while unsharded.
         self._entries: list[tuple[dict[str, Any], tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]]] = []
         self._slow: list[tuple[nn.Module, str, ShardedParam]] = []
+        # Each entry, sharded and unsharded.
+        self._places: list[tuple[dict[str, Any], str, tuple[nn.Parameter, nn.Parameter]]] = []
         show(params, [param.sharded for param in params])
 
     def add_owner(self, param: ShardedParam, owner: Owner) -> None:
@@ -50,16 +54,22 @@ class ModuleRegistry:
         """The group has, or will have, new unsharded parameters: look them up when they are shown."""
         self._is_prepared = False
         self._entries.clear()
+        self._places.clear()
 
     def _prepare(self) -> None:
         self._is_prepared = True
-        self._slow = []
+        self._slow, self._places = [], []
         found: dict[int, tuple[dict[str, Any], tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]]] = {}
-        for _, name, param, module in self._owned:
+        for shown, name, param, module in self._owned:
+            now: Any = shown.get(name)
+            if not (now is param.sharded or now is param.unsharded or (isinstance(now, DTensor) and sharded_from(now))):
+                self._is_prepared = False  # the user's own stays there, until the next forward takes it or refuses it
+                continue
+            assert param.unsharded is not None
+            self._places.append((shown, name, (param.sharded, param.unsharded)))
             if type(module).__setattr__ is not nn.Module.__setattr__:
                 self._slow.append((module, name, param))
                 continue
-            assert param.unsharded is not None
             parameters = module._parameters
             _, (sharded, unsharded) = found.setdefault(id(parameters), (parameters, ({}, {})))
             sharded[name], unsharded[name] = param.sharded, param.unsharded
@@ -67,6 +77,9 @@ class ModuleRegistry:
 
     def show(self, unsharded: bool) -> None:
         """Let the modules show the unsharded parameters, or the sharded ones."""
+        for parameters, name, entries in self._places:
+            if parameters.get(name) is not entries[not unsharded]:
+                self._is_prepared = False
         if not self._is_prepared:
             self._prepare()
         for parameters, entries in self._entries:
@@ -74,33 +87,48 @@ class ModuleRegistry:
         for module, name, param in self._slow:
             setattr(module, name, param.unsharded if unsharded else param.sharded)
 
-    def verify(self, has_own_memory: bool) -> bool:
+    def verify(self, has_own_memory: bool, freed_nbytes: int = 0) -> bool:
         """Whether every entry is as we left it; adopts parameters that the user put there, or refuses them by name.
 
+        In a backward it leaves them where they are: the graph was made with ours, and the next forward looks again.
+
         has_own_memory: by the group's plan
+        freed_nbytes:   size of the unsharded memory, if it is freed, or is the flat shard; addresses below are offsets
+        Raises:         OrderError naming one with other memory: the user has assigned its ``data``
         """
         intact = True
-        for parameters, name, param, _ in self._owned:
-            now = parameters.get(name)
-            sharded = param.sharded
-            if now is not sharded:
-                self._refuse_untying(param)
-                _refuse_tying(param, now)
-                _adopt_replacement(param, now)
-                intact = False
-            elif sharded._local_tensor is not param.local or (  # type: ignore[attr-defined]
-                not has_own_memory
-                and param.local.__dict__
-                and has_extension(param.local)  # methods were put on a plain tensor
-            ):
-                intact = False
-            elif param.address is not None and param.local.data_ptr() != param.address:
-                param.return_to_flat()
-            unsharded, trainable = param.unsharded, param.trainable
-            if sharded.requires_grad is not trainable or (
-                unsharded is not None and unsharded.requires_grad is not trainable
-            ):
-                param.take_over_toggle()
+        with torch_tensors.without_torch_function():
+            for parameters, name, param, _ in self._owned:
+                now = parameters.get(name)
+                sharded, local, unsharded, trainable = param.sharded, param.local, param.unsharded, param.trainable
+                if now is not sharded and torch_autograd.current_graph_task() != -1:
+                    self._is_prepared = False
+                elif now is not sharded:
+                    self._refuse_untying(param)
+                    _refuse_tying(param, now)
+                    _adopt_replacement(param, now)
+                    intact = False
+                elif sharded._local_tensor is not local or (  # type: ignore[attr-defined]
+                    not has_own_memory and local.__dict__ and has_extension(local)  # methods were put on a plain tensor
+                ):
+                    intact = False
+                elif param.address is not None and local.data_ptr() != param.address:
+                    param.return_to_flat()
+                if (version := sharded._version + local._version) != param.version:
+                    if param.version >= 0:
+                        self.written.append(param)
+                    param.version = version
+                if sharded.requires_grad is not trainable or (
+                    unsharded is not None and unsharded.requires_grad is not trainable
+                ):
+                    param.take_over_toggle()
+                if (
+                    freed_nbytes > 0
+                    and unsharded is not None
+                    and unsharded.data_ptr() >= freed_nbytes
+                    and unsharded.data_ptr() != local.data_ptr()
+                ):
+                    raise unseen_writes_error([param.fqn])
         if not intact:
             self._is_prepared = False
         return intact

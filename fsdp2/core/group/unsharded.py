@@ -26,6 +26,7 @@ class Unsharded:
     extensions:   the gather, if they do: ``fill`` then gives the parameters the values of a gather that has finished
     smaller:      the shards over the smaller mesh, once the group has had some
     written_at:   the group's ``written_at`` at the last unshard
+    freed_nbytes: size of the storage while allocated, if ``free`` frees it or it is the flat shard; 0 for extensions
     allocated_on: the stream that was compute then
     """
 
@@ -43,10 +44,12 @@ class Unsharded:
         self.gather: Gather | LocalGather | ExtensionGather
         self.extensions: ExtensionGather | None = None
         self._shares = False
+        self.freed_nbytes = 0
         if plan.has_own_memory:
             self.gather = self.extensions = ExtensionGather(plan, comm if mesh.shard_size > 1 else None)
             return
         assert flat is not None
+        self.freed_nbytes = plan.unsharded_nbytes
         self._shares = mesh.shard_size == 1 and plan.param_dtype is plan.dtype and not options.offload
         if self._shares:  # one rank keeps all of the parameters, in the dtype that they are computed with
             self.storage = flat.untyped_storage()

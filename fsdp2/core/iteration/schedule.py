@@ -294,8 +294,8 @@ class Schedule:
             return self.backward
         tree = self.tree
         late_comparison.compare()
-        for group in tree.iteration.unsharded:
-            group.take_over_toggles()
+        if tree.iteration.unsharded:
+            tree.note_changes_since_forward()
         if self.agreement is not None and not torch_autograd.functorch_is_active():
             self.agreement.check()
         at_end = functools.partial(self.end_of_backward)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import OrderError
+from ...errors import OrderError, unseen_writes_error
 from ..comm.streams import Event, Streams, streams_of
 from ..group.param import ShardedParam
 from ..group.param_group import GroupState, ParamGroup
@@ -146,10 +146,20 @@ class UnitTree:
             for group in lost:
                 group.reshard_for_all()
                 del unsharded[group]
-            raise _unseen_writes([name for names in lost.values() for name in names])
+            raise unseen_writes_error([name for names in lost.values() for name in names])
+
+    def note_changes_since_forward(self) -> None:
+        """A backward begins: look at what the user did to groups that it need not gather.
+
+        Raises: as ``refuse_lost_writes``
+        """
+        for group in self.iteration.unsharded:
+            group.take_over_toggles()
+            group.look_for_writes()
+        self.refuse_lost_writes(self.iteration.unsharded)
 
     def refuse_lost_writes(self, groups: Iterable[ParamGroup]) -> None:
-        """The shards of ``groups`` are about to be read: they lack what was written to unsharded parameters.
+        """The shards of ``groups`` are about to be used again: they lack what was written to unsharded parameters.
 
         Raises: OrderError naming these parameters
         """
@@ -161,7 +171,7 @@ class UnitTree:
             if group.unsharded_version() != kept.unsharded:
                 names += [param.fqn for param in group.params]
         if names:
-            raise _unseen_writes(names)
+            raise unseen_writes_error(names)
 
     def written_unseen(self) -> list[ShardedParam]:
         """Parameters that were written where no version counter shows it: the next forward would use old values.
@@ -235,19 +245,6 @@ class UnitTree:
         """Block until the host may write offloaded shards."""
         for group in self._offloaded:
             group.await_host_read()
-
-
-def _unseen_writes(names: list[str]) -> OrderError:
-    return OrderError(
-        f"{len(names)} parameters were written while they were kept unsharded, "
-        "in a way that moves no version counter of their shards",
-        items=names,
-        expected="writes to the sharded parameters under torch.no_grad(): param.mul_(...) "
-        "for those of model.parameters() after an evaluation, or for the tensors of model.state_dict()",
-        fix="call reshard() on the FSDP modules before the write; or write param itself, one at a time, "
-        "instead of param.data, param.detach().to_local() or lists for torch._foreach_* "
-        "(as AveragedModel's multi_avg_fn does)",
-    )
 
 
 def release(units: list[Unit]) -> None:

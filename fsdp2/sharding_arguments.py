@@ -52,19 +52,21 @@ _UNFIT: tuple[tuple[Callable[[nn.Module], bool], str, str, str], ...] = (
 """Modules that cannot be sharded: which, the headline with {} for the class, what was expected, the fix."""
 
 
-_MODEL_AXES = ("cp", "ep", "pp", "tp")
+# Experts are sharded over an axis of experts, and parameters, which context parallelism copies, over its axis.
+_MODEL_AXES = {1: ("(shard,)", ("pp", "tp")), 2: ("(replicate, shard)", ("cp", "ep", "pp", "tp"))}
 
 
 def checked_data_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
     """As ``read_mesh``; warns of axes that are called like model axes. A parameter's own mesh may well have one of experts."""
     read = read_mesh(mesh, dims)
     names = read.mesh.mesh_dim_names
-    if mesh is not None and dims is None and mesh.ndim == 2 and names is not None:
-        found = [name for name in names if name.lower() in _MODEL_AXES]
+    if mesh is not None and dims is None and names is not None:
+        meaning, strange = _MODEL_AXES[mesh.ndim]
+        found = [name for name in names if name.lower() in strange]
         if found:
             warn(
                 message(
-                    f"fully_shard takes the mesh {names} as (replicate, shard), although an axis is called {found[0]}",
+                    f"fully_shard takes the mesh {names} as {meaning}, although an axis is called {found[0]}",
                     expected="the data-parallel axes alone",
                     fix="pass the data-parallel slice, for instance mesh['dp'], or rename the axes if both carry data parallelism",
                 ),

@@ -10,8 +10,9 @@ converts them on the way into its shard.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,9 @@ def load_opened(
         path, stored, header_bytes = opened()
         shapes = {name: tuple(each.tensor.shape) for each in tensors for name in each.names}
         report = LoadReport(header_bytes=header_bytes)
-        matched = _match(tensors, apply_key_map(stored, shapes, options.key_map), scales_of(stored), report)
+        named = apply_key_map(stored, shapes, options.key_map)
+        taken = {part for name, lazy in named.items() if name in shapes for part in lazy.stored()}
+        matched = _match(tensors, named, scales_of(stored, taken), report)
         _refuse(report, path, options)
         in_place = {id(each) for each in (tensors if options.in_place else on_meta)}
         give_storage([each for each, _ in matched], units, device)
@@ -373,20 +376,44 @@ def _reset_if_it_can(module: nn.Module) -> None:
 # --- scales of float8 tensors -----------------------------------------------------------------------------------------------------
 
 
-def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Stored, str]:
-    """The name of each float8 tensor's scale: programs name it differently, always with "scale", in the same module."""
+_NAMES_OF_SCALES = ("scale", "amax", "absmax")
+_DTYPES_OF_SCALES = {"F64", "F32", "F16", "BF16", "F8_E8M0"}
+
+
+def scales_of(tensors: Mapping[str, LazyTensor], taken: Collection[Stored] | None = None) -> dict[Stored, str]:
+    """The name of each float8 tensor's scale, in the same module.
+
+    It has one of the usual names, or begins with the tensor's own, or the model has no place for it and its shape is that of a scale.
+
+    taken: the stored tensors that the model has a place for; None: there is no model
+    """
     found: dict[Stored, str] = {}
-    scales: dict[str, list[str]] = {}  # by the module, or the tensor, that they are in
+    by_parent: dict[str, list[str]] = {}  # a module, or a tensor
     for name in tensors:
-        parent, _, last = name.rpartition(".")
-        if "scale" in last.lower():
-            scales.setdefault(parent, []).append(name)
+        by_parent.setdefault(name.rpartition(".")[0], []).append(name)
     for name, lazy in tensors.items():
-        near = [each for each in (*scales.get(name, ()), *scales.get(name.rpartition(".")[0], ())) if each != name]
-        if near:
-            scale = next((each for each in near if each.startswith(name)), near[0])
-            found |= {part: scale for part in lazy.stored() if part.dtype in DTYPES and part.dtype.startswith("F8_")}
+        parts = [part for part in lazy.stored() if part.dtype in DTYPES and part.dtype.startswith("F8_")]
+        if not parts:
+            continue
+        near = [*by_parent.get(name, ()), *by_parent.get(name.rpartition(".")[0], ())]
+        usual = [each for each in near if any(word in each.rpartition(".")[2].lower() for word in _NAMES_OF_SCALES)]
+        scales = [each for each in usual or near if each != name and (usual or _may_scale(tensors, each, name, taken))]
+        if scales:
+            found |= dict.fromkeys(parts, next((each for each in scales if each.startswith(name)), scales[0]))
     return found
+
+
+def _may_scale(tensors: Mapping[str, LazyTensor], other: str, name: str, taken: Collection[Stored] | None) -> bool:
+    """Whether the tensor called ``other``, of no usual name, may be the scale of that called ``name``."""
+    parts = list(tensors[other].stored())
+    is_its = other.startswith((f"{name}.", f"{name}_"))
+    if any(part.dtype not in _DTYPES_OF_SCALES or (taken is not None and part in taken) for part in parts):
+        return False
+    if "bias" in other.rpartition(".")[2] or not (is_its or taken is not None):
+        return False
+    shape, dims = iter(tensors[name].shape), [dim for dim in tensors[other].shape if dim != 1]
+    fits = all(any(dim == -(-size // -(-size // dim)) for size in shape) for dim in dims)  # rows, columns, or blocks of them
+    return other.startswith(f"{name}.") or (fits and math.prod(dims) < math.prod(tensors[name].shape))
 
 
 def scale_lost(lazy: LazyTensor, dtype: torch.dtype, scales: Mapping[Stored, str]) -> str | None:

@@ -102,6 +102,22 @@ def test_a_mesh_with_the_name_of_a_model_axis_is_warned_of_once():
         fully_shard(mlp(), mesh=cpu_mesh(1, 2, names=("replicate", "shard")))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["tp", "pp", "TP", "cp", "ep", "dp", None])
+def test_a_mesh_of_one_axis_is_warned_of_where_its_name_is_of_an_axis_that_never_carries_data_parallelism(name):
+    """Ranks of context parallelism have the same parameters; experts are sharded over an axis that may be called ep."""
+    mesh = cpu_mesh(1, 2, names=("dp", name))[name] if name not in (None, "dp") else cpu_mesh(2, names=name and ("dp",))
+    with mock.patch.object(user_warnings, "_told", set()):
+        if name is None or name.lower() not in ("tp", "pp"):
+            fully_shard(mlp(), mesh=mesh)  # a warning would be an error
+            return
+        with warned_on_rank_0(UserWarning, rf"(?s)takes the mesh \('{name}',\) as \(shard,\).*called {name}.*fix:") as shown:
+            model = mlp()
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh)
+        assert [each.filename for each in shown] == ([__file__] if dist.get_rank() == 0 else [])
+
+
 class Meeting:
     """Keys of the store at which both ranks have written when one reads."""
 

@@ -44,6 +44,8 @@ def test_copies_that_every_rank_has_saved_are_one_state(tmp_path: Path) -> None:
 
 
 SCALES = ["weight_scale_inv", "weight_scale", "weight._scale", "scale_weight", "scale", "weight_scale_2", "scale_inv", "w_Scale"]
+SCALES += ["amax", "absmax", "weight_amax", "weight.absmax", "input_amax", "weight_inv", "weight_d", "weight.d"]
+SHAPES: list[tuple[int, ...]] = [(), (1,), (6,), (6, 1), (1, 4), (4,), (3, 2), (2, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -65,6 +67,45 @@ def test_float8_weights_are_not_loaded_without_their_scales(tmp_path: Path, scal
     with pytest.raises(CheckpointError, match=rf"0\.weight: is scaled by 0\.{scale}"):
         convert(tmp_path / "a.safetensors", tmp_path / "out", to="torch", dtype=torch.bfloat16)
     convert(tmp_path / "a.safetensors", tmp_path / "out", to="torch")  # as they are
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["d", "factor", "weight_d", "absmax"])
+def test_a_tensor_next_to_a_float8_weight_that_the_model_has_no_place_for_may_be_its_scale(
+    tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    """Scales of one number, of rows, of columns and of blocks. By ``strict=False`` they were dropped."""
+    weight = torch.randn(6, 4).to(torch.float8_e4m3fn)
+    save_file({"0.weight": weight, f"0.{name}": torch.full(shape, 0.5), "0.bias": torch.ones(6)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"to be scaled by 0\.{name}"):
+        load_safetensors(nn.Sequential(nn.Linear(4, 6)), tmp_path, strict=False)
+
+
+class Gained(nn.Linear):
+    """As layers with a factor of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.gain, self.weight_gate = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("rename", [False, True])
+def test_plain_models_whose_weights_alone_are_float8_are_loaded(tmp_path: Path, rename: bool) -> None:
+    """Biases, norms and factors keep their dtype. What the model has a place for, maybe by another name, is no scale."""
+    reference = nn.Sequential(Gained(), nn.LayerNorm(4), nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
+    state = {
+        name: value.to(torch.float8_e4m3fn if value.dim() == 2 else torch.bfloat16) for name, value in reference.state_dict().items()
+    }
+    names = {name: f"old.{name}" if rename else name for name in state}
+    extra = {"old.3.steps" if rename else "3.steps": torch.ones(3), "1.more": torch.ones(4)}  # of no scale's shape; of no float8 tensor
+    save_file({names[name]: value for name, value in state.items()} | extra, tmp_path / "model.safetensors")
+    model = nn.Sequential(Gained(), nn.LayerNorm(4), nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
+    report = load_safetensors(model, tmp_path, strict=False, key_map=[(r"old\.", "")])
+    assert set(report.unexpected) == {"3.steps", "1.more"}
+    assert all(torch.equal(value, state[name].to(value.dtype)) for name, value in model.state_dict().items())
+    plain = {name: value for name, value in state.items() if name != "0.weight_gate"}  # without a model it may be a scale
+    save_file(plain, tmp_path / "plain.safetensors")
+    convert(tmp_path / "plain.safetensors", tmp_path / "out", to="torch", dtype=torch.bfloat16)
 
 
 def test_float8_weights_are_loaded_where_nothing_is_lost(tmp_path: Path) -> None:

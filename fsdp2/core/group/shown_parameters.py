@@ -77,8 +77,8 @@ class ModuleRegistry:
 
     def show(self, unsharded: bool) -> None:
         """Let the modules show the unsharded parameters, or the sharded ones."""
-        for parameters, name, entries in self._places:
-            if parameters.get(name) is not entries[not unsharded]:
+        for parameters, name, places in self._places:
+            if parameters.get(name) is not places[not unsharded]:
                 self._is_prepared = False
         if not self._is_prepared:
             self._prepare()

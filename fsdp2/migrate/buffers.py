@@ -53,8 +53,8 @@ def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str,
     served: set[int] = set()  # the precision of a call that has been named is not a second finding
     for call, made_by in wrapping_calls(names) if wanted else ():
         given = arguments(call.args, signature)
-        dicts = [dotted(arg.value) for arg in given.stars]
-        of_kwargs = [(each, value) for each in dicts for key, value in entries(names, each) or () if key == "mixed_precision"]
+        dicts = {each: entries(names, each) for each in (dotted(arg.value) for arg in given.stars)}
+        of_kwargs = [(each, value) for each, known in dicts.items() for key, value in known or () if key == "mixed_precision"]
         kwargs, value = of_kwargs[0] if len(of_kwargs) == 1 else ("", None)
         if "mixed_precision" in given.by_name:
             kwargs, value = "", given.value("mixed_precision")
@@ -65,7 +65,8 @@ def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str,
         served |= {id(each) for each in found}
         text = max(dtypes)
         sometimes = None in found
-        leaves_some = "ignored_modules" in given.by_name or "ignored_states" in given.by_name
+        keys = {*given.by_name, *(key for known in dicts.values() for key, _ in known or ())}
+        leaves_some = not keys.isdisjoint(("ignored_modules", "ignored_states")) or None in dicts.values()
         has_name = not sometimes or isinstance(value, (cst.Name, cst.Attribute))
         if made_by != _FSDP or len(dtypes) > 1 or leaves_some or not text.startswith("torch.") or not has_name:
             editor.refuse("fsdp1", call, _UNSEEN.format(text))

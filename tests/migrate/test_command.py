@@ -232,6 +232,19 @@ BF16 = "MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)"
         f"model = FSDP(net, mixed_precision={BF16}, ignored_modules=[net.table])\n",
         f"model = FSDP(net, mixed_precision={BF16} if low else None)\n",
         f"precision = {BF16}\n",
+        *[
+            f"{before}\n{given}\n{after}\nmodel = FSDP(net, {rest}**kwargs)\n"
+            for ignored in ("ignored_modules", "ignored_states")
+            for before, given, after, rest in (
+                ("", f"kwargs = dict(mixed_precision={BF16}, {ignored}=[net.table])", "", ""),
+                ("", f"kwargs = {{'mixed_precision': {BF16}, '{ignored}': [net.table]}}", "", ""),
+                ("kwargs = {}", f"kwargs['mixed_precision'] = {BF16}", f"kwargs['{ignored}'] = [net.table]", ""),
+                ("kwargs = {}", f"kwargs.update(mixed_precision={BF16})", f"if low:\n    kwargs.update({ignored}=[net.table])", ""),
+                ("", f"kwargs = dict(mixed_precision={BF16})", "", f"{ignored}=[net.table], "),
+                ("", f"kwargs = dict({ignored}=[net.table])", "", f"mixed_precision={BF16}, "),
+            )
+        ],
+        f"def make(net, **kwargs):\n    return FSDP(net, mixed_precision={BF16}, **kwargs)\n",
     ],
 )
 def test_buffers_whose_cast_has_no_place_stay_with_compat(rewritten: Any, body: str) -> None:

@@ -139,6 +139,9 @@ def test_every_check_for_one_device_that_needs_no_gpu_passes_on_the_pretend_one(
         "races_disturbed:depth_offload_bf16",
         "races_planted",
         "races_control:plain",
+        "races_control:two_deep",
+        "races_control:offload_bf16",
+        "races_control:pinned_input",
     )
     names = [
         name
@@ -177,6 +180,13 @@ def test_rows_of_races_have_every_scenario_but_those_in_which_all_orders_are_wro
     names = {name for scenarios in known for name in scenarios} - SCENARIOS_OF_SUMS.keys()
     for row in ("races_sanitized", "races_disturbed", "races_over_nccl"):
         assert set(names_of(f"{row}:")) == {f"{row}:{name}" for name in names}
+
+
+def test_every_row_of_equality_with_torchs_fsdp2_has_a_control():
+    """Three of nine had none: two deep, offload in bf16, pinned input."""
+    compared = {name.partition(":")[2] for name in names_of("equal_to_torch:") if not name.startswith("several")}
+    assert len(compared) >= 9
+    assert {name.partition(":")[2] for name in names_of("races_control:")} == compared
 
 
 def test_every_unit_is_in_the_row_of_symmetric_memory():

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from fsdp2 import run as run_module
@@ -189,6 +190,11 @@ def explained(*words: str) -> list[str]:
     return re.findall("^#{2,3} (.*)", shown.getvalue(), re.MULTILINE)
 
 
+def next_to_a_sharded_one(dim: int) -> nn.Module:
+    """A plain module with a plain and a sharded layer."""
+    return nn.Sequential(nn.Linear(dim, dim), fsdp2.fully_shard(nn.Linear(dim, dim), mesh=cpu_mesh()))
+
+
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore:.*has no no_sync")
 def test_explain_finds_raw_texts_of_torch_as_they_are_pasted() -> None:
@@ -198,6 +204,9 @@ def test_explain_finds_raw_texts_of_torch_as_they_are_pasted() -> None:
     raised: dict[str, Callable[[], object]] = {
         "no_sync": lambda: model.no_sync(),
         "got mixed torch.Tensor and DTensor": lambda: nn.Linear(2, 2).load_state_dict(model.state_dict()),
+        "Cannot flatten unevenly": lambda: DistributedDataParallel(next_to_a_sharded_one(3)),
+        "mixed torch.Tensor and DTensor": lambda: DistributedDataParallel(next_to_a_sharded_one(2)),
+        "c10d.broadcast_": lambda: DistributedDataParallel(nn.Sequential(next_to_a_sharded_one(2)[1])),
     }
     if dist.get_rank() == 0:
         raised["Timed out waiting"] = lambda: dist.all_reduce(torch.ones(1), group=impatient)

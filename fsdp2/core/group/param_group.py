@@ -274,7 +274,12 @@ class ParamGroup:
                 self.reshard()
         if self.state is GroupState.SHARDED:
             freed_nbytes = 0
-            if self.unsharded is not None and not self.keeps_storage and torch_autograd.current_graph_task() == -1:
+            if (
+                self.unsharded is not None
+                and self.unsharded.storage is not None
+                and (self.unsharded.shares or self.unsharded.storage.nbytes() == 0)
+                and torch_autograd.current_graph_task() == -1
+            ):
                 freed_nbytes = self.unsharded.freed_nbytes
             if not self.registry.verify(self.plan.has_own_memory, freed_nbytes):
                 self.rebuild()

@@ -26,7 +26,8 @@ class Unsharded:
     extensions:   the gather, if they do: ``fill`` then gives the parameters the values of a gather that has finished
     smaller:      the shards over the smaller mesh, once the group has had some
     written_at:   the group's ``written_at`` at the last unshard
-    freed_nbytes: size of the storage while allocated, if ``free`` frees it or it is the flat shard; 0 for extensions
+    shares:       the storage is the flat shard's, and is never freed
+    freed_nbytes: size of the storage while allocated; 0 for extensions and fake tensors
     allocated_on: the stream that was compute then
     """
 
@@ -43,15 +44,15 @@ class Unsharded:
         self.written_at = -1
         self.gather: Gather | LocalGather | ExtensionGather
         self.extensions: ExtensionGather | None = None
-        self._shares = False
+        self.shares = False
         self.freed_nbytes = 0
         if plan.has_own_memory:
             self.gather = self.extensions = ExtensionGather(plan, comm if mesh.shard_size > 1 else None)
             return
         assert flat is not None
-        self.freed_nbytes = plan.unsharded_nbytes
-        self._shares = mesh.shard_size == 1 and plan.param_dtype is plan.dtype and not options.offload
-        if self._shares:  # one rank keeps all of the parameters, in the dtype that they are computed with
+        self.freed_nbytes = plan.unsharded_nbytes if type(flat) is Tensor else 0
+        self.shares = mesh.shard_size == 1 and plan.param_dtype is plan.dtype and not options.offload
+        if self.shares:  # one rank keeps all of the parameters, in the dtype that they are computed with
             self.storage = flat.untyped_storage()
         else:
             self.storage = torch.empty(plan.unsharded_nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -60,7 +61,7 @@ class Unsharded:
             view = storage_view(self.storage, like, slot.unsharded_offset, slot.cut.shape)
             param.unsharded = new_unsharded_param(param, param.spec.to_logical(view))
         if mesh.shard_group is None or mesh.shard_size == 1:
-            self.gather = LocalGather(plan, self.storage, self._shares)
+            self.gather = LocalGather(plan, self.storage, self.shares)
         else:
             self.gather = Gather(plan, self.storage, mesh.shard_group, comm)
         self.free()
@@ -84,7 +85,7 @@ class Unsharded:
         It goes back to the stream that allocated it: a side stream of the user's, if ``unshard`` ran there.
         """
         streams = self._plan.streams
-        if self._shares:
+        if self.shares:
             return
         if self.storage is None:
             assert self.extensions is not None

@@ -176,7 +176,7 @@ class Part(nn.Module):
             y = y + _linear(x.tanh(), state.parts[node.borrows].weight, None)
         if fails:
             y = Raising.apply(y)
-        if node.hook == "tensor" and y.requires_grad:
+        if node.hook == "tensor" and y.requires_grad and torch.is_grad_enabled():
             y = y * 1  # its own: what another module returned, or x, may be a view or a cast of it in the sharded model
             y.register_hook(lambda grad: grad * 0.9)
         if node.stored:

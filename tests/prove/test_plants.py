@@ -38,9 +38,9 @@ SLOW_PLANTS = [
 ]
 
 
-def assert_named(tables: list[str], names: list[str]) -> None:
+def assert_named(tables: list[str], names: list[str], part: str = "0/1") -> None:
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "plants", *tables, *(f"--only={name}" for name in names)]
+    command = [sys.executable, "-m", "plants", *tables, "--part", part, *(f"--only={name}" for name in names)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     outcomes = json.loads(done.stdout)
@@ -85,11 +85,17 @@ def test_some_healthy_programs_are_proven() -> None:
     )
 
 
-@pytest.mark.full
-def test_every_planted_fault_is_named() -> None:
-    assert_named(["user", "library"], [])
+PARTS = 10  # a process that runs for more than 900 s is ended
+EACH_PART = pytest.mark.parametrize("part", [f"{part}/{PARTS}" for part in range(PARTS)])
 
 
 @pytest.mark.full
-def test_every_healthy_program_is_proven() -> None:
-    assert_named(["healthy"], [])
+@EACH_PART
+def test_every_planted_fault_is_named(part: str) -> None:
+    assert_named(["user", "library"], [], part)
+
+
+@pytest.mark.full
+@EACH_PART
+def test_every_healthy_program_is_proven(part: str) -> None:
+    assert_named(["healthy"], [], part)

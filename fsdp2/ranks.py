@@ -47,8 +47,8 @@ _WARM = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsd
 """What scripts that shard import sooner or later: once here, instead of once on every rank."""
 _LOOK_S = 0.02
 _END_S = 3.0
-_IDLE_S = 0.05
-"""Seconds that a rank may compute and still wait for others: its threads look now and then."""
+_IDLE_S, _IDLE_SHARE = 0.05, 0.005
+"""What a rank may compute and still wait for others, in seconds and as a share of the time: its threads look now and then."""
 _KEPT_NBYTES = 200_000
 _PROC = Path("/proc")
 
@@ -246,7 +246,8 @@ class _Run:
                 return is_late
             failed = [when for rank, when in self._ended_s.items() if ranks[rank].exitcode]
             total_s = sum(_computed_s(process.pid) for process in ranks) if patience_s is not None else 0.0
-            if abs(total_s - computed_s) > _IDLE_S * len(ranks):
+            idle_s = _IDLE_S + _IDLE_SHARE * (time.monotonic() - moved)
+            if abs(total_s - computed_s) > idle_s * len(ranks):
                 computed_s, moved = total_s, time.monotonic()
             self.is_stalled = patience_s is not None and time.monotonic() > moved + patience_s
             is_late = self.is_stalled or (deadline is not None and time.monotonic() > deadline)

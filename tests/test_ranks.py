@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -350,3 +351,13 @@ def test_a_rank_that_waits_for_a_processor_does_not_hang(waits, is_stalled, tmp_
     finally:
         for end in (run._life, run._own_life, run._ports, run._port_for_ranks):
             os.close(end)
+
+
+@pytest.mark.parametrize(("share", "stalls"), [(0.004, True), (0.02, False)])
+def test_ranks_whose_threads_only_look_now_and_then_stand_still_for_the_patience(monkeypatch, share, stalls):
+    """Symptom: gloo's and the store's threads compute 0.3 % of the time; over a long patience, that was taken for work."""
+    real, begun = time.monotonic, time.monotonic()
+    monkeypatch.setattr(fsdp2.ranks, "_computed_s", lambda pid: share * (time.monotonic() - begun))
+    monkeypatch.setattr(time, "monotonic", lambda: begun + 30 * (real() - begun))
+    ranks = run_ranks(2, lambda rank: threading.Event().wait(), limit_s=120.0, patience_s=30.0)
+    assert (ranks.is_late, ranks.is_stalled) == (True, stalls)

@@ -49,6 +49,8 @@ _LOOK_S = 0.02
 _END_S = 3.0
 _IDLE_S, _IDLE_SHARE = 0.05, 0.005
 """What a rank may compute and still wait for others, in seconds and as a share of the time: its threads look now and then."""
+_WAIT_SHARE = 0.02
+"""How much waiting for a processor counts: a rank that never gets one computes, and one that looks now and then waits a little, too."""
 _KEPT_NBYTES = 200_000
 _PROC = Path("/proc")
 
@@ -332,13 +334,13 @@ class _Run:
 
 
 def _computed_s(pid: int | None) -> float:
-    """What a process has computed, its ended children included, and how long its main thread has waited for a processor.
+    """What a process has computed, its ended children included, and a share of how long its main thread has waited for a processor.
 
     On a busy machine a rank may wait longer than it computes. Other threads look now and then, and wait as well: they do not count.
     0 where the system does not say.
     """
     times, waits = _fields(pid, "stat")[11:15], _fields(pid, "schedstat")[1:2]
-    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK") + sum(map(int, waits)) / 1e9
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK") + _WAIT_SHARE * sum(map(int, waits)) / 1e9
 
 
 def _fields(pid: int | None, name: str) -> list[str]:

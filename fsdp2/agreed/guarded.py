@@ -27,7 +27,6 @@ from ..clip import clip_coefficient, complete_locals, scale, total_norm
 from ..core.comm.agreement import axes_of, largest_over, told_over
 from ..core.group.param import as_sharded
 from ..core.iteration.module_state import ModuleState, sharded_parameters
-from ..core.modules.guarded_pass import GuardedPass
 from ..errors import ArgumentError, FSDPError, OrderError
 from ..hangs.joint_calls import joint
 from ..lost_ranks import is_of_memory
@@ -35,6 +34,7 @@ from ..optimizer_steps import STEPS, optimizers_that_stepped
 from ..printable import in_bytes
 from ..state_bytes import measured_state_bytes
 from ..strategy import sharded_units
+from .guarded_pass import GuardedPass
 from .rounds import refuse_what_cannot_stand_in
 
 _MAY_STEP, _NOT_FINITE, _FAILED = range(3)

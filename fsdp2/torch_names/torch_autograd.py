@@ -102,7 +102,14 @@ def caller_of_hooks() -> types.FrameType | None:
 
 
 # Not by paths: anybody may have such a one.
-_HOOKS = ("fsdp2.core.", "fsdp2.torch_names.", "fsdp2.clients.memory_tracker", "torch._dynamo.", "torch.distributed._tools.")
+_HOOKS = (
+    "fsdp2.core.",
+    "fsdp2.agreed.guarded_pass",
+    "fsdp2.torch_names.",
+    "fsdp2.clients.memory_tracker",
+    "torch._dynamo.",
+    "torch.distributed._tools.",
+)
 
 
 def a_module_has_failed() -> bool:

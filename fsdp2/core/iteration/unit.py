@@ -120,7 +120,7 @@ class Unit:
                       gathered; None: not gathered yet, or by the user, who may have written the values
     watchers:         functions that a root calls at each end of backward
     guarded:          a rank whose pass an exception ends takes part in it all the same, by the log of forward
-    num_served:       how many of its modules' forwards ``modules/guarded_pass.py`` has served
+    num_served:       how many of its modules' forwards a guarded pass has served (``agreed/guarded_pass.py``)
     """
 
     guarded = False

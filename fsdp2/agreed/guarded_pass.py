@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...errors import OrderError
-from ...torch_names import torch_autograd
-from ..group.options import MicroBatch
-from ..iteration.backward import LoggedBackward
-from ..iteration.call import Call, GraphPart
-from ..iteration.forward_log import ForwardLog
-from ..iteration.module_state import ModuleState
-from ..iteration.schedule import Schedule
-from ..iteration.unit import Unit
+from ..core.group.options import MicroBatch
+from ..core.iteration.backward import LoggedBackward
+from ..core.iteration.call import Call, GraphPart
+from ..core.iteration.forward_log import ForwardLog
+from ..core.iteration.module_state import ModuleState
+from ..core.iteration.schedule import Schedule
+from ..core.iteration.unit import Unit
+from ..errors import OrderError
+from ..torch_names import torch_autograd
 
 
 class _Moment(NamedTuple):
@@ -62,9 +62,7 @@ class GuardedPass:
         self._moments: list[_Moment] = []
         self._calls: list[Call | None] = []  # for each moment
         self._open: list[tuple[ModuleState, nn.Module]] = []
-        self._failed: list[
-            Callable[[], None]
-        ] = []  # what the hooks do after failed forwards, if the pass is not served
+        self._failed: list[Callable[[], None]] = []  # what the hooks do after failed forwards, if the pass is not served
         self._logs: dict[ForwardLog, None] = {}  # of forwards since the last backward
         self._micro_batches: list[MicroBatch] = [unit.micro_batch for unit in self._units]
         declared = [unit for unit in self._units if unit.options.optional]
@@ -156,9 +154,7 @@ class GuardedPass:
         if not self._known and any(log.gathers_in_other_order(_is_gathered) for log in self._logs):
             self._never = "a checkpointed segment holds several sharded modules: only its recomputation has their order"
         if not self._logs or not all(log.was_in_a_backward() for log in self._logs):
-            self._never = (
-                "a backward ran again, or left out a forward, so nobody knows which forwards other ranks are in"
-            )
+            self._never = "a backward ran again, or left out a forward, so nobody knows which forwards other ranks are in"
         self._moments.append(_Moment("backward", self._places[unit]))
         self._calls.append(None)
         self._logs.clear()

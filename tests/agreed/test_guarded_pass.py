@@ -180,7 +180,7 @@ def run_schedule(seed: int) -> None:
         its.zero_grad()
     tolerance = {"rtol": 5e-2, "atol": 6e-2} if bf16 else {"rtol": 1e-4, "atol": 2e-5}
     for (name, one), other in zip(expected.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(other.full_tensor(), one, msg=lambda text, name=name: f"{case}, {name}: {text}", **tolerance)
+        torch.testing.assert_close(other.full_tensor().cpu(), one, msg=lambda text, name=name: f"{case}, {name}: {text}", **tolerance)
 
 
 @on_ranks(4, timeout=400.0)  # of ten, twice within the limit of a test, after which nobody shows where ranks wait

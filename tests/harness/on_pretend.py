@@ -19,6 +19,7 @@ from harness.results import are_kept
 TESTS = Path(__file__).parents[1]
 
 FILES: dict[str, set[str]] = {
+    "agreed/test_guarded_pass.py": {"test_random_schedules_train_as_one_process_without_the_failed_steps"},
     "agreed/test_optional_units.py": {"test_random_schedules_train_as_one_process_with_all_batches"},
     "agreed/test_uneven.py": {"test_random_schedules_train_as_one_process_with_all_batches"},
     "checkpoint/test_checkpointer.py": {
@@ -133,9 +134,15 @@ FILES: dict[str, set[str]] = {
     },
 }
 """The tests of each file; none named: all."""
-AMONG_TWO = {"meshes/test_hybrid_sharding.py", "agreed/test_optional_units.py", "agreed/test_uneven.py"}
+AMONG_TWO = {"meshes/test_hybrid_sharding.py", "agreed/test_guarded_pass.py", "agreed/test_optional_units.py", "agreed/test_uneven.py"}
 """Files of tests on four ranks, each of whose collectives that add is between two, or that compare with an oracle alone."""
-IN_FULL = {"strategies/test_bytes.py", "strategies/test_training.py", "agreed/test_optional_units.py", "agreed/test_uneven.py"}
+IN_FULL = {
+    "strategies/test_bytes.py",
+    "strategies/test_training.py",
+    "agreed/test_guarded_pass.py",
+    "agreed/test_optional_units.py",
+    "agreed/test_uneven.py",
+}
 """Files whose variants only ``make test-full`` runs: other files train the same through other calls, or they take minutes."""
 QUICK = {"test_gradients_reduced_at_every_micro_batch_add_up", "test_negative_dims_of_shard_placement_fn_count_from_the_end"}
 LEFT_OUT = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from pathlib import Path
@@ -118,6 +119,41 @@ def run_schedule(seed: int) -> None:
 def test_random_schedules_train_as_one_process_with_all_batches(seeds):
     for seed in seeds:
         run_schedule(seed)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_a_scaler_and_clipping_in_an_uneven_loop_train_as_one_process_with_all_batches(is_guarded):
+    """In several epochs, in the second of which rank 1 has nothing."""
+    rank = dist.get_rank()
+    model = small()
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(7, 4), nn.Linear(4, 2))
+    ours, its = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, expected))
+    scaler, guard = fsdp2.optim.GradScaler("cpu", init_scale=64.0), fsdp2.guarded(model)
+    for epoch, lengths in enumerate([(1, 3), (2, 0)]):
+        data = torch.Generator().manual_seed(epoch)
+        batches = [[torch.randn(1 + index, 7, generator=data) for index in range(length)] for length in lengths]
+        with fsdp2.uneven(model) as work:
+            for batch in work(batches[rank], count=len):
+                with guard if is_guarded else contextlib.nullcontext():
+                    work.backward(scaler.scale(loss_of(model, batch)))
+                if is_guarded:
+                    assert fsdp2.guarded_step(ours, guard=guard, max_norm=0.3, scaler=scaler).taken
+                else:
+                    scaler.unscale_(ours)
+                    fsdp2.clip_grad_norm_(model.parameters(), 0.3)
+                    scaler.step(ours)
+                    scaler.update()
+                ours.zero_grad()
+        for step in range(max(lengths)):
+            of_step = [each[step] for each in batches if step < len(each)]
+            (sum(loss_of(expected, batch) for batch in of_step) / sum(map(len, of_step))).backward()
+            assert nn.utils.clip_grad_norm_(expected.parameters(), 0.3) > 0.3
+            its.step()
+            its.zero_grad()
+    for one, other in zip(expected.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.full_tensor(), one, rtol=1e-4, atol=1e-5)
 
 
 def small(**options) -> nn.Module:

@@ -357,7 +357,7 @@ calls = []
     fault(
         "a rank refuses a step alone",
         "collectives",
-        "import fsdp2\nfrom fsdp2.agreed import guarded\nguarded.largest_over = lambda axes, mine: mine\n",
+        "import fsdp2\nfrom fsdp2.agreed import guarded\nguarded.largest_over = lambda axes, mine: [mine]\n",
         GUARDED,
     ),
     fault(

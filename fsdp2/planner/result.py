@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..printable import in_bytes
+from ..printable import counted, in_bytes
 from ..state_bytes import StateBytes
 from ..tables import Shown, Table, as_text
 from .duration import Duration
@@ -160,7 +160,8 @@ def tables(plan: Plan) -> list[Table]:
     if largest is not None:
         found.append(
             Table(
-                f"{len(plan.groups)} parameter groups, {plan.padding:.1%} of their unsharded storages padding ({method['groups']})",
+                f"{counted(len(plan.groups), 'parameter group')}, "
+                f"{plan.padding:.1%} of their unsharded storages padding ({method['groups']})",
                 ("group", "parameters", "sharded", "unsharded"),
                 (
                     (

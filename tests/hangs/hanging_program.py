@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import fsdp2
-from fsdp2.core.iteration import first_forward
+from fsdp2.clients import state
 
 NUM_LAYERS = 4
 
@@ -27,7 +27,7 @@ def rank_main(rank: int, fault: str, file: str) -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(NUM_LAYERS)])
     if fault == "shape":
         model[1] = nn.Sequential(nn.Linear(8, wide), nn.Linear(wide, 8))
-        first_forward.require_same_as_neighbors = lambda units: None  # which would name the parameter instead
+        state.require_same_as_neighbors = lambda units: None  # which would name the parameter instead
     for layer in model:
         fsdp2.fully_shard(layer)
     fsdp2.fully_shard(model)

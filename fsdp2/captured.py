@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -179,6 +180,7 @@ class _Form:
 
     def __init__(self, leaves: list[Any], device: torch.device, calls: int) -> None:
         self.buffers = [torch.empty_like(each, device=device) if isinstance(each, Tensor) else each for each in leaves]
+        self.versions: list[int] = []
         self.calls = calls
         self.watch: Watch | None = None
         self.graph: Any = None
@@ -189,6 +191,18 @@ class _Form:
         for buffer, leaf in zip(self.buffers, leaves, strict=True):
             if isinstance(leaf, Tensor):
                 buffer.copy_(leaf.detach(), non_blocking=True)
+        self.versions = [buffer._version if isinstance(buffer, Tensor) else 0 for buffer in self.buffers]
+
+    def give_back(self, leaves: list[Any]) -> bool:
+        """Whether the step wrote into an argument, which then has what the step wrote, as after an eager one."""
+        written = [
+            (buffer, leaf)
+            for buffer, leaf, version in zip(self.buffers, leaves, self.versions, strict=True)
+            if isinstance(buffer, Tensor) and buffer._version != version and leaf.device == buffer.device
+        ]
+        for buffer, leaf in written:
+            leaf.copy_(buffer)
+        return bool(written)
 
 
 class CapturedStep:
@@ -224,7 +238,7 @@ class CapturedStep:
             self._refuse_together(problem)
         form = None if self._is_refused else self._form_of(leaves, tree, 0)
         if form is None:
-            return self._called([self._on_device(each) for each in leaves], tree)
+            return self._called([_on_device(each, self._device) for each in leaves], tree)
         form.take(leaves)
         if form.graph is None and form.calls >= self._warmup:
             self._capture(form, tree)
@@ -239,9 +253,9 @@ class CapturedStep:
             )
             self._say(self._alone)
         if self._is_refused or (form.graph is not None and self._alone is not None):
-            return self._called(form.buffers, tree)
+            return self._called([_on_device(each, self._device) for each in leaves], tree)
         if form.graph is None:
-            return self._watched(form, tree)
+            return self._watched(form, leaves, tree)
         for optimizer in self._optimizers:
             note_replayed_step(optimizer)
         form.graph.replay()
@@ -249,23 +263,12 @@ class CapturedStep:
 
     def _first(self, args: Any, kwargs: Any) -> Any:
         """The first step shows what it trains: models make their groups in it, and optimizers their state."""
-        self._device, problem = self._where()
-        self._module = torch.get_device_module(self._device.type)
+        device, problem = self._where()
+        self._module = torch.get_device_module(device.type)
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        found: dict[int, Optimizer] = {}
-
-        def note(optimizer: Optimizer, *_: Any) -> None:
-            found[id(optimizer)] = optimizer
-
-        hook = register_optimizer_step_pre_hook(note)
-        try:
-            result = self._called([self._on_device(each) for each in leaves], tree)
-        finally:
-            hook.remove()
-        self._optimizers = list(found.values())
-        for optimizer in self._optimizers:
-            if problem is None and any(group.get("capturable", True) is False for group in optimizer.param_groups):
-                problem = f"{type(optimizer).__name__} counts its steps on the host: make it with capturable=True"
+        result = self._called([_on_device(each, device) for each in leaves], tree)
+        self._device = device  # known from a step that did not raise: then its optimizers are, too
+        problem = problem or self._host_count()
         stepped = {id(param) for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]}
         for group in inspect.groups_of_process():
             if problem is None and group.is_offloaded and any(id(param.sharded) in stepped for param in group.params):
@@ -286,8 +289,11 @@ class CapturedStep:
             return device, f"the model is on a {device.type} device, which has no graphs"
         return device, None
 
-    def _on_device(self, leaf: Any) -> Any:
-        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+    def _host_count(self) -> str | None:
+        for optimizer in self._optimizers:
+            if any(group.get("capturable", True) is False for group in optimizer.param_groups):
+                return f"{type(optimizer).__name__} counts its steps on the host: make it with capturable=True"
+        return None
 
     def _called(self, leaves: list[Any], tree: Any) -> Any:
         with self._on_own_stream() if hasattr(self._module, "CUDAGraph") else contextlib.nullcontext():
@@ -295,11 +301,31 @@ class CapturedStep:
 
     def _run(self, leaves: list[Any], tree: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, tree)
-        return self._step(*args, **kwargs)
+        if self._is_refused:
+            return self._step(*args, **kwargs)
+        hook = register_optimizer_step_pre_hook(self._note)
+        try:
+            return self._step(*args, **kwargs)
+        finally:
+            hook.remove()
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer that steps for the first time has numbers that a graph keeps, and state that it may load again."""
+        if all(optimizer is not each for each in self._optimizers):
+            self._optimizers.append(optimizer)
+            me = weakref.ref(self)
+            optimizer.register_load_state_dict_post_hook(lambda _: (mine := me()) and mine._forget())
+            self._forget()
+
+    def _forget(self) -> None:
+        """Graphs keep an optimizer's numbers and state of before; each form is watched and captured anew."""
+        self._forms.clear()
+        if self._stream is not None:
+            self._pool = self._module.graph_pool_handle()  # the old one ends with its graphs
 
     def _form_of(self, leaves: list[Any], tree: Any, calls: int) -> _Form | None:
         """The form of these arguments; None: there are too many already."""
-        arguments = tuple((tuple(each.shape), each.dtype) if isinstance(each, Tensor) else each for each in leaves)
+        arguments = tuple((tuple(each.shape), each.dtype) if isinstance(each, Tensor) else (type(each), each) for each in leaves)
         key = (str(tree), arguments, self._numbers())
         last, self._last = self._last, key
         if key not in self._forms:
@@ -321,20 +347,25 @@ class CapturedStep:
             if isinstance(value, (int, float, tuple))
         )
 
-    def _watched(self, form: _Form, tree: Any) -> Any:
+    def _watched(self, form: _Form, leaves: list[Any], tree: Any) -> Any:
         """An eager step; the last two before a capture must be the same."""
         assert self._device is not None
-        form.calls += 1
-        if form.calls < self._warmup - 1:
-            return self._called(form.buffers, tree)
+        if form.calls + 1 < self._warmup - 1:
+            result = self._called([_on_device(each, self._device) for each in leaves], tree)
+            form.calls += 1
+            return result
         streams: Any = streams_of(self._device)
         self._module.synchronize()
         with streams.as_in_capture(), Watch() as watch:
             result = self._called(form.buffers, tree)
             self._module.synchronize()
+        form.calls += 1  # a step that raised does not count
+        if form.give_back(leaves):
+            watch.problem = watch.problem or "the step writes into an argument, and a graph would write into its own copy: return it"
         before, form.watch = form.watch, watch
         if form.calls == self._warmup:
-            self._refuse_together(watch.problem or (None if before is None else watch.changed_since(before)))
+            problem = self._host_count() or watch.problem or (None if before is None else watch.changed_since(before))
+            self._refuse_together(problem)
         return result
 
     @contextlib.contextmanager
@@ -405,9 +436,15 @@ class CapturedStep:
             warn(f"steps run eagerly instead of as a captured graph: {reason}")
 
 
+def _on_device(leaf: Any, device: torch.device | None) -> Any:
+    return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+
 def _problem_of(leaves: list[Any]) -> str | None:
     """Why no graph can be found by these arguments: something else may change in them, or they have no hash."""
     for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return "an argument requires a gradient, and a graph reads a copy of it: make such tensors within the step"
         if leaf is not None and not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, torch.device)):
             return f"an argument is a {type(leaf).__name__}, which capture cannot look into: pass its tensors"
     return None

@@ -115,6 +115,12 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
         units = stack.enter_context(_units_named(model, recorder))
         with device_by_default(setting.offload):
             inputs = workload.inputs(setting.batch, setting.sequence)
+        if not isinstance(inputs, (tuple, list)):
+            raise ArgumentError(
+                f"plan got inputs= that returned a {type(inputs).__name__}",
+                expected="a function from batch and sequence to the tuple of the model's arguments",
+                fix="return (x,) instead of x",
+            )
         recorder.relabel(tree_leaves(inputs), labels.BUFFERS)
         # However many micro-batches a step has, one records the order of gathers and lets the optimizer make its state.
         _step(workload, replace(setting, micro_batches=1), model, optimizer, recorder, inputs)
@@ -169,6 +175,12 @@ def _built(workload: Workload, setting: Setting) -> nn.Module:
 
 def _sharded(workload: Workload, setting: Setting) -> Any:
     model = _built(workload, setting)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ModuleError(
+            f"plan got a {workload.name} without parameters that train",
+            expected="a model with at least one parameter that requires a gradient",
+            fix="call requires_grad_() on what trains",
+        )
     if setting.checkpointing != "none":
         apply_activation_checkpointing(model, SELECTIVE if setting.checkpointing == "selective" else setting.checkpointing)
     parallelize(
@@ -204,6 +216,12 @@ def _step(
                 raise
             except Exception as error:
                 raise _not_rehearsed(workload, inputs, error) from error
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ModuleError(
+                    f"{workload.name} has a loss without a backward: {_described(loss)}",
+                    expected="a tensor with one number that depends on parameters which train",
+                    fix="pass loss=, a function from the model's result and its inputs to such a tensor",
+                )
             recorder.mark("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
@@ -223,6 +241,12 @@ def _step(
     recorder.relabel((each for each in values if isinstance(each, torch.Tensor)), labels.OPTIMIZER)
     optimizer.zero_grad()
     return StateBytes(state.compute, state.gradients, state.master, measured_state_bytes(model, optimizer).optimizer)
+
+
+def _described(loss: object) -> str:
+    if not isinstance(loss, Tensor):
+        return f"it is a {type(loss).__name__}"
+    return f"its shape is {tuple(loss.shape)}" if loss.numel() != 1 else "nothing that it depends on requires a gradient"
 
 
 def _not_rehearsed(workload: Workload, inputs: tuple[Any, ...], error: Exception) -> ModuleError:

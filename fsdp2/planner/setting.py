@@ -32,6 +32,13 @@ _OPTIMIZER = Kind(
 )
 
 
+_CHECKPOINTING = Kind(
+    lambda value: value in ("none", "selective", "full", "auto") if isinstance(value, str) else value is not None,
+    '"none", "selective", "full", or a policy of apply_activation_checkpointing',
+    '"full"',
+)
+
+
 def _option(said: str, kind: Kind | None = None, **for_argparse: Any) -> dict[str, Any]:
     """A field's metadata. said: the help of its option; kind: its check, for numbers that of the option as well"""
     if kind in (COUNT, NATURAL):
@@ -79,7 +86,8 @@ class Setting:
         metadata=_option(
             "full: each block is computed again in backward; selective: all of it but matrix products and attention",
             choices=["none", "selective", "full"],
-        ),
+        )
+        | {"kind": _CHECKPOINTING},
     )
     offload: Offload = field(default=False, metadata={"kind": one_of(*OFFLOADS)})
     prefetch: int = field(default=1, metadata=_option("number of units gathered ahead", NATURAL))

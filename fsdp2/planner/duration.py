@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import ArgumentError
 from ..testing.clock.cards import Card
-from ..testing.clock.costs import flops_of
+from ..testing.clock.costs import dtype_of_product, flops_of
 from ..testing.clock.report import break_down
 from ..testing.clock.timeline import COMPUTE, Clock, Span
 from ..testing.clock.trace import Entry, Ranks
@@ -42,7 +43,15 @@ def duration_of(entries: Sequence[Entry], groups: Sequence[Ranks], card: Card, m
     """The duration on ``card`` of the step of ``entries``, whose ``middle`` comes ``times`` times more.
 
     The middle lasts from where compute has ended what is before it until compute has ended it.
+    Raises: ArgumentError if a product has a dtype for which the card has no rate
     """
+    for entry in entries:
+        if entry.kind == "op" and flops_of(entry) and (dtype := dtype_of_product(entry)) not in card.flops:
+            raise ArgumentError(
+                f"the card {card.name} has no rate for products in {dtype}, and the step has {entry.name}",
+                expected=f"products in one of {list(card.flops)}",
+                fix="another card, another dtype, or a rate under flops in the card's file (fsdp2 measure writes one)",
+            )
     clock = Clock(card, groups)
     ends: list[float] = []
     for some in (entries[: middle.start], entries[middle]):

@@ -117,7 +117,7 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
             inputs = workload.inputs(setting.batch, setting.sequence)
         if not isinstance(inputs, (tuple, list)):
             raise ArgumentError(
-                f"plan got inputs= that returned a {type(inputs).__name__}",
+                f"plan got inputs= that returned a {'Tensor' if isinstance(inputs, Tensor) else type(inputs).__name__}",
                 expected="a function from batch and sequence to the tuple of the model's arguments",
                 fix="return (x,) instead of x",
             )

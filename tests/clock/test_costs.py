@@ -41,6 +41,20 @@ def test_a_batched_and_a_biased_product_count_all_their_arithmetic():
     assert flops_of(biased) == 2 * 16 * 32 * 64
 
 
+def test_a_convolution_uses_each_weight_in_each_position_and_its_backward_once_per_gradient():
+    image, weight, bias = tensor(4, 16, 32, 32, read=True), tensor(64, 8, 3, 3, read=True), tensor(64, read=True)
+    once = 2 * 4 * 15 * 15 * 64 * 8 * 9  # two groups
+    forward = op("aten::convolution", image, weight, bias, tensor(4, 64, 15, 15, written=True))
+    assert flops_of(forward) == once
+    transposed = op("aten::convolution", tensor(4, 64, 15, 15, read=True), weight, tensor(4, 16, 32, 32, written=True))
+    assert flops_of(transposed) == once
+    grads = tensor(64, 8, 3, 3, written=True), tensor(64, written=True)
+    given = tensor(4, 64, 15, 15, read=True), image, weight
+    assert flops_of(op("aten::convolution_backward", *given, tensor(4, 16, 32, 32, written=True), *grads)) == 2 * once
+    assert flops_of(op("aten::convolution_backward", *given, *grads)) == once  # of the first layer, whose input has no gradient
+    assert operator_seconds(forward, H100) > H100.kernel_s + once / 989.4e12
+
+
 def test_causal_attention_is_half_a_square_and_its_backward_two_and_a_half_times_that():
     q = tensor(2, 32, 8192, 128, read=True)
     forward, backward = (op(f"step_clock::{name}", q, q, q) for name in ("attention", "attention_backward"))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import fsdp2
 from fsdp2.cli import main
+from fsdp2.errors import ArgumentError
 from fsdp2.planner.card_file import card_named, read_card, write_card
 from fsdp2.testing.clock.cards import CARDS
 
@@ -26,6 +32,32 @@ def test_what_is_no_card_is_refused_in_a_line(tmp_path, capsys, text):
         path.write_text(text)
     assert main(["plan", "t5-3b", "--ranks", "8", "--card", str(path)]) == 2
     assert "was not read as a card" in capsys.readouterr().err
+
+
+BY_HAND = {
+    "memory_bandwidth": (0, "fast", None, -1.0, float("nan")),
+    "ranks_per_host": (0, 2.5),
+    "flops": ({}, {"BFloat16": "1e15"}, {"BFloat16": 0}, [1.0]),
+    "collectives_take": (1.0, -0.1),
+    "protocols": ([], [{"name": "LL", "base_s": 0.0, "inside_s": 0.0, "between_s": 0.0, "share": 0}]),
+    "measured_over_modeled": ([1.1, 0.9], [1.0]),
+    "host": ([], {"operator": "4us"}),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BY_HAND.items() for value in values])
+def test_a_number_that_no_card_has_is_refused_with_its_name(tmp_path, name, value):
+    path = tmp_path / "card.json"
+    write_card(CARDS["h100"], path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ArgumentError, match=rf"was not read as a card.*{'' if value == [] or name == 'flops' else name}"):
+        read_card(path)
+
+
+def test_a_product_in_a_dtype_that_the_card_does_not_know_is_refused_by_name(tmp_path):
+    card = replace(CARDS["h100"], flops={"BFloat16": 1e15})
+    with pytest.raises(ArgumentError, match="no rate for products in Float"):
+        fsdp2.plan(nn.Linear(4, 4), 2, card=card, inputs=lambda batch, _: (torch.ones(batch, 4),))
 
 
 def test_a_plan_without_a_model_or_ranks_says_what_is_missing(capsys):

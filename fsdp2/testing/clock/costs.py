@@ -34,18 +34,32 @@ def is_copy(entry: Entry) -> bool:
 
 
 def flops_of(entry: Entry) -> float:
-    """The arithmetic of matrix products and attention; 0 for other operators."""
+    """The arithmetic of matrix products, convolutions and attention; 0 for other operators."""
     name = base_name(entry)
     reads = [tensor for tensor in entry.tensors if tensor.is_read]
     if name in _MATMULS:
         left = next(tensor for tensor in (reads[1:] if "add" in name else reads) if len(tensor.sizes) >= 2)
         out = next(tensor for tensor in entry.tensors if tensor.is_written)
         return 2.0 * math.prod(out.sizes) * left.sizes[-1]
+    if name in ("convolution", "convolution_backward"):
+        return _flops_of_convolution(entry, reads)
     if name in ("attention", "attention_backward"):  # (batch, heads, sequence, head), causal: half of the square
         batch, heads, sequence, head = reads[0].sizes
         forward = 4.0 * batch * heads * sequence * sequence * head / 2
         return forward if name == "attention" else 2.5 * forward
     return 0.0
+
+
+def _flops_of_convolution(entry: Entry, reads: list[Seen]) -> float:
+    """Each weight is used once in each position of the smaller image: of the output, or of a transposed one's input."""
+    written = [tensor for tensor in entry.tensors if tensor.is_written]
+    if base_name(entry) == "convolution":
+        image, weight, other, products = reads[0], reads[1], written[0], 1
+    else:  # one product for the input's gradient and one for the weight's; the bias has a sum
+        other, image, weight = reads[:3]
+        products = sum(len(tensor.sizes) >= 3 for tensor in written)
+    positions = min(math.prod(each.sizes[2:]) for each in (image, other))
+    return 2.0 * products * image.sizes[0] * positions * math.prod(weight.sizes)
 
 
 def traffic_of(entry: Entry) -> int:
@@ -65,14 +79,18 @@ def traffic_of(entry: Entry) -> int:
     return written + sum(tensor.nbytes for tensor in entry.tensors if reads(tensor))
 
 
+def dtype_of_product(entry: Entry) -> str:
+    """Whose rate counts, of an entry that has ``flops_of``."""
+    return next(tensor.dtype for tensor in entry.tensors if tensor.is_read and len(tensor.sizes) >= 2)
+
+
 def operator_seconds(entry: Entry, card: Card) -> float:
     """An operator that runs alone."""
     memory = traffic_of(entry) / (card.memory_bandwidth * card.memory_share)
     flops = flops_of(entry)
     if not flops:
         return card.kernel_s + memory
-    left = next(tensor for tensor in entry.tensors if tensor.is_read and len(tensor.sizes) >= 2)
-    peak = card.flops[left.dtype]
+    peak = card.flops[dtype_of_product(entry)]
     if base_name(entry).startswith("attention"):
         return card.kernel_s + max(memory, flops / (peak * card.attention_share))
     written = sum(tensor.nbytes for tensor in entry.tensors if tensor.is_written)

@@ -313,8 +313,14 @@ class CapturedStep:
         """An optimizer that steps for the first time has numbers that a graph keeps, and state that it may load again."""
         if all(optimizer is not each for each in self._optimizers):
             self._optimizers.append(optimizer)
-            me = weakref.ref(self)
-            optimizer.register_load_state_dict_post_hook(lambda _: (mine := me()) and mine._forget())
+            reference = weakref.ref(self)
+
+            def forget(_: Optimizer) -> None:
+                step = reference()
+                if step is not None:
+                    step._forget()
+
+            optimizer.register_load_state_dict_post_hook(forget)
             self._forget()
 
     def _forget(self) -> None:

@@ -41,7 +41,9 @@ def _checked(card: Card) -> Card:
     least = dict.fromkeys(_MAY_BE_ZERO, 0.0)
     rates |= {f"flops[{name!r}]": value for name, value in by_dtype.items()}
     rates |= {f"measured_over_modeled[{index}]": value for index, value in enumerate(low_and_high)}
-    for which, part in [("host", card.host), *((f"protocols[{index}]", each) for index, each in enumerate(card.protocols))]:
+    parts: dict[str, HostCosts | Protocol] = {"host": card.host}
+    parts |= {f"protocols[{index}]": each for index, each in enumerate(card.protocols)}
+    for which, part in parts.items():
         numbers = {f"{which}.{name}": value for name, value in asdict(part).items() if name != "name"}
         rates |= numbers
         least |= {name: 0.0 for name in numbers if not name.endswith("share")}

@@ -211,7 +211,7 @@ def _step(
         with device_by_default(setting.offload), accumulate(model, last=index == setting.micro_batches - 1):
             recorder.mark("forward")
             try:
-                loss = workload.loss(workload.call(model, inputs), inputs)
+                loss: Any = workload.loss(workload.call(model, inputs), inputs)
             except FSDPError:
                 raise
             except Exception as error:

@@ -16,6 +16,7 @@ from ..errors import ArgumentError, ModuleError
 from ..grouping.policies import Wrap
 from ..strategy import StrategyName
 from ..testing.clock.cards import CARDS, Card
+from .card_file import card_named
 from .duration import duration_of
 from .memory import memory_of, visits_of
 from .rehearsal import rehearse, wrapping_of
@@ -84,8 +85,8 @@ def plan(
     prefetch:       number of units gathered ahead
     backend:        "nccl" plans the algorithms and the schedule for accelerators, "gloo" those for the CPU
     ranks_per_host: consecutive ranks that share a host
-    card:           the name of a GPU ("a100-80gb", "h100", "b200", ...: ``fsdp2.testing.clock.cards.CARDS``), or a ``Card``: also
-                    predicts the time of a step, by a model
+    card:           the name of a GPU ("a100-80gb", "h100", "b200", ...: ``fsdp2.testing.clock.cards.CARDS``), a file that
+                    ``fsdp2 measure`` wrote, or a ``Card``: also predicts the time of a step, by a model
     inputs:         function from batch and sequence to the tuple of the model's arguments; None: token ids (batch, sequence)
     loss:           function from the model's output and that tuple to a number; None: cross entropy of logits, or the mean of any
                     other output
@@ -197,8 +198,8 @@ def _rehearsed_figures(workload: Workload, setting: Setting, card: Card | None) 
 
 def card_of(card: Any, setting: Setting) -> Card | None:
     """Raises: ArgumentError unless ``card`` is a card, its name or None, and for a card with the schedule of the CPU"""
-    if isinstance(card, str) and card in CARDS:
-        card = CARDS[card]
+    if isinstance(card, str):
+        card = card_named(card)
     if not isinstance(card, (Card, type(None))) or (card is not None and setting.backend != "nccl"):
         raise ArgumentError(
             f"plan got card={card!r} with backend={setting.backend!r}",

@@ -60,6 +60,17 @@ def test_a_product_in_a_dtype_that_the_card_does_not_know_is_refused_by_name(tmp
         fsdp2.plan(nn.Linear(4, 4), 2, card=card, inputs=lambda batch, _: (torch.ones(batch, 4),))
 
 
+def test_a_plan_in_python_takes_the_name_of_a_card_and_its_file_alike(tmp_path):
+    write_card(CARDS["h200"], tmp_path / "card.json")
+    named, from_file = (
+        fsdp2.plan(nn.Sequential(nn.Linear(8, 8)), 8, card=card, inputs=lambda batch, sequence: (torch.zeros(batch, 8),))
+        for card in ("h200", str(tmp_path / "card.json"))
+    )
+    assert named.duration == from_file.duration
+    with pytest.raises(ArgumentError, match="h201 was not read as a card"):
+        fsdp2.plan(nn.Linear(8, 8), 8, card="h201")
+
+
 def test_a_plan_without_a_model_or_ranks_says_what_is_missing(capsys):
     assert main(["plan", "--ranks", "8"]) == 2
     assert main(["plan", "llama3-8b"]) == 2

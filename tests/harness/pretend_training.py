@@ -14,6 +14,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.testing import pretend
@@ -178,19 +179,25 @@ def sum_only(model: Any) -> None:
 
 
 def written_in_forward(model: Any, x: Tensor) -> Tensor:
-    """A shard of the last block, behind its forward: backward gathers it first, with the new values.
+    """The shards of the last block, behind its forward: backward gathers it first, with the new values.
 
-    Of a parameter that autograd has not saved: backward would raise, as in the unsharded model.
+    The block is recomputed: backward would raise for parameters that autograd has saved, as in the unsharded model.
     """
+    block = model.blocks[-1]
 
     def write(*args: object) -> None:
         with torch.no_grad():
-            model.blocks[-1].up.bias.to_local().mul_(0.9)
+            for param in block.parameters():
+                param.to_local().mul_(0.9)
 
-    handle = model.blocks[-1].register_forward_hook(write)
-    loss = model(x).square().mean()
-    handle.remove()
-    loss.backward()
+    handle = block.register_forward_hook(write)
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        loss = model(x).square().mean()
+        handle.remove()
+        loss.backward()
+    finally:
+        del block.forward
     return loss
 
 

@@ -70,7 +70,7 @@ def compare(real: Events, reference: Events, exact: Events | None, *, is_whole: 
     _compare_losses(found, real, reference, exact, is_whole)
     found.differences += _wrong_beginnings(real, reference)
     tensors = _Tensors(found, reference)
-    for key in dict.fromkeys(key for events in (reference, real) for key in _moments(events)):
+    for key in dict.fromkeys(key for events in (reference, real) for key in moments_of(events)):
         tensors.compare(key, wholes(real, key), wholes(reference, key), wholes(exact or {}, key))
     found.differences.sort(key=lambda each: (each.step, PHASES.index(each.phase)))
     return found
@@ -125,7 +125,7 @@ Key = tuple[int, str, int]
 """Step, phase and optimizer of what all ranks have recorded."""
 
 
-def _moments(events: Events) -> list[Key]:
+def moments_of(events: Events) -> list[Key]:
     """In the order of the lowest rank; those that all ranks have."""
     each = [[(e["step"], e["kind"], e["optimizer"]) for e in of_rank if e["kind"] in PHASES[1:]] for of_rank in events.values()]
     return [key for key in each[0] if all(key in other for other in each)] if each else []
@@ -233,7 +233,7 @@ def first_that_ranks_do_not_share(reference: Events) -> Difference | None:
     }
     alone = {name for events in reference.values() for each in events if each["kind"] == "peers" for name in each["alone"]}
     start = wholes(reference, (1, "start", 0))
-    for key in _moments(reference):
+    for key in moments_of(reference):
         wrong: dict[str, set[int]] = {}
         for name, copies in wholes(reference, key).items() if key[1] == "parameters" else ():
             for group in (group for rank in copies for group in peers.get(rank, {}).get(name, ())):
@@ -269,4 +269,7 @@ def first_differing_call(calls: Mapping[int, Sequence[str]]) -> str | None:
     return None
 
 
-__all__ = ["MARGIN", "Compared", "Difference", "Events", "compare", "first_differing_call", "first_that_ranks_do_not_share"]
+__all__ = [
+    *("MARGIN", "Compared", "Difference", "Events"),
+    *("compare", "first_differing_call", "first_that_ranks_do_not_share", "moments_of", "wholes"),
+]

@@ -14,7 +14,7 @@ from ..doctor.rank_record import RankRecord, place_of, read_records, report_of_r
 from ..printable import counted, in_bytes, of_ranks
 from ..ranks import Ranks
 from ..state_bytes import StateBytes
-from .comparing import Compared, Events, compare, first_differing_call, first_that_ranks_do_not_share, wholes
+from .comparing import Compared, Events, compare, first_differing_call, first_that_ranks_do_not_share, moments_of, wholes
 from .verdict import Method, Statement, not_looked_at
 from .witness import REFERENCES, read_events
 
@@ -171,7 +171,8 @@ def _of_device(runs: Mapping[str, Run], no_device: str) -> Iterator[Statement]:
     yield fault or Statement("orders", True, stand_in, said)
     watched = [each for each in at_once.all_events() if each["kind"] == "captured" and (each["problem"] or each["is_compared"])]
     problem = next((each["problem"] for each in watched if each["problem"]), None)
-    said = "from the first forward to the end of the optimizer's step, " + (problem or "nothing waits for the device, or changes")
+    so_far = "nothing waits for the device, or changes; whether all streams are joined at its end was not looked at"
+    said = f"from the first forward to the end of the optimizer's step, {problem or so_far}"
     yield (
         Statement("capture", None if problem else True, stand_in, said)
         if watched
@@ -213,7 +214,8 @@ def _of_plan(real: Run, planned: StateBytes | str | None) -> Statement:
     told = ", ".join(
         f"{in_bytes(getattr(kept, part))} {part} (planned: {in_bytes(getattr(planned, part))})" for part in kept.__dataclass_fields__
     )
-    return Statement("plan", kept == planned or None, "measured", f"before the second optimizer step rank 0 keeps {told}")
+    said = f"before the second optimizer step rank 0 keeps {told}; the peak was not looked at: nothing counts it on a CPU"
+    return Statement("plan", kept == planned or None, "measured", said)
 
 
 def _wrong_order(at_once: Run, run: Run) -> Statement | None:
@@ -265,6 +267,8 @@ def _of_equal_ranks(reference: Run | None) -> Statement:
     """What a program does on some ranks only, a shard hides: the whole parameter shows it."""
     if reference is None or not reference.num_steps:
         return not_looked_at("ranks", "the reference could not run the program")
+    if not moments_of(reference.events):
+        return not_looked_at("ranks", "on the reference, some ranks made no optimizer step")
     found = first_that_ranks_do_not_share(reference.events)
     if found is None:
         return Statement("ranks", True, "measured", "on the reference, ranks that average a parameter's gradients keep it the same")

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
+from fsdp2.doctor.rank_record import RankRecord
 from fsdp2.inspector.fingerprint import Fingerprint
-from fsdp2.prove.judging import Run, _of_certificate, _of_checkpoint
+from fsdp2.prove.judging import Run, _of_certificate, _of_checkpoint, _of_equal_ranks
 from fsdp2.prove.parts import Seen
 from fsdp2.ranks import Ranks
 from fsdp2.testing import pretend, proves
@@ -170,6 +171,14 @@ def test_divisors_of_no_gradient_are_not_looked_at() -> None:
     run.__dict__["events"] = {0: [{"kind": "divisors", "divisors": {"head.weight": None}, "num_tokens": 0, "is_wrong": False}]}
     said = _of_certificate(run)
     assert (said.holds, said.method) == (None, "not looked at")
+
+
+@pytest.mark.parametrize("steps_on_rank_1", [0, 1])
+def test_ranks_are_equal_only_where_all_have_stepped(steps_on_rank_1: int) -> None:
+    run = Run("reference", Path(), Ranks())
+    step = {"kind": "parameters", "step": 1, "optimizer": 0, "values": {}}
+    run.__dict__.update(records=[RankRecord(0, num_steps=1)], events={0: [step], 1: [step] * steps_on_rank_1})
+    assert _of_equal_ranks(run).holds is (True if steps_on_rank_1 else None)
 
 
 def sharded() -> nn.Module:

@@ -48,6 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
         own = parser.parse_args(arguments[:dashes]).arguments
         script = dashes - len(own) - 1
         options = parser.parse_args([arguments[0], *own, *arguments[1 : script + 1], *arguments[dashes:]])
+    if not dashes and hasattr(options, "ranks"):
+        known = {"--json", *(f"--{name}" for name in vars(options))}
+        for word in (word for word in getattr(options, "arguments", ()) if word.partition("=")[0] in known):
+            sys.stderr.write(f"fsdp2 {options.command}: {word} goes to the script; an option of the command comes before the script\n")
     try:
         with contextlib.ExitStack() as undo:
             if getattr(options, "quiet", False):

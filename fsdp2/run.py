@@ -38,12 +38,7 @@ def checked_script(command: str, options: argparse.Namespace) -> list[str]:
             expected="a Python file, or -m and a module",
             fix=f"for instance: fsdp2 {command} train.py",
         )
-    if options.arguments[:1] == ["--"]:
-        return list(options.arguments[1:])
-    own = {"--json", *(f"--{name}" for name in vars(options))}
-    for word in (word for word in options.arguments if word.partition("=")[0] in own):
-        sys.stderr.write(f"fsdp2 {command}: {word} goes to the script; for {command}, write it before {options.script}\n")
-    return list(options.arguments)
+    return list(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)
 
 
 def _is_there(script: str, is_module: bool) -> bool:

@@ -61,7 +61,7 @@ test-slow: $(INSTALLED)
 
 # What does not fit into CI's time.
 test-full: $(INSTALLED)
-	$(BIN)/python -m pytest -m full
+	$(BIN)/python -m pytest -m full $(FULL)
 
 # The clients' packages in an environment of their own, which takes all else from the other: some hold back versions that dev wants newer.
 test-clients: $(VENV)-clients/.installed

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchsModule
 from torch.distributed.tensor import DTensor
 
 from .arguments import Kind, require
@@ -34,16 +35,20 @@ _DEVICE = Kind(lambda value: isinstance(value, torch.device | str), "a device", 
 class Snapshot:
     """What ``snapshot`` returns: values of a model's parameters, on this rank those of its shards.
 
-    It has groups of which a parameter is trainable, and other parameters that are; not buffers.
+    It has the groups that are not frozen as a whole, and other trainable parameters; no buffers.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None) -> None:
         groups = [group for _, unit in named_units(model) for group in unit.groups]
-        sharded = {param.sharded for group in groups for param in group.params}
         self._model = model
         self._groups = [group for group in groups if any(param.sharded.requires_grad for param in group.params)]
-        self._plain = [param for param in model.parameters() if param not in sharded and param.requires_grad]
         self._is_applied = False
+        self._reshard_others()
+        # By place: a sharded module may show unsharded parameters now.
+        places = {(id(owner.module), owner.name) for group in groups for param in group.params for owner in param.owners}
+        found = [(module, *each) for module in model.modules() for each in module._parameters.items()]
+        others = [param for module, name, param in found if param is not None and (id(module), name) not in places]
+        self._plain = [param for param in dict.fromkeys(others) if param.requires_grad]
         self._kept = [_copied(shard, device) for shard in self._shards("snapshot")]
 
     @property
@@ -121,10 +126,17 @@ class Snapshot:
     def _exchange(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         for group in self._groups:
             group.reshard_for_all()
+        self._reshard_others()
         for kept, shard in pairs:
             before = shard.clone()
             shard.copy_(kept, non_blocking=True)
             kept.copy_(before, non_blocking=True)
+
+    def _reshard_others(self) -> None:
+        """Modules of torch's FSDP2 look at no version of their shards: they gather again what is resharded."""
+        for module in self._model.modules():
+            if isinstance(module, TorchsModule):
+                module.reshard()
 
     def _pairs(self, what: str) -> list[tuple[Tensor, Tensor]]:
         if self._is_applied:

@@ -133,11 +133,39 @@ def test_on_an_accelerator_no_order_of_streams_changes_a_bit(seed, device):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", ["unsharded", "torch's FSDP2"])
+@pytest.mark.parametrize("grad", [False, True], ids=["after an evaluation", "after a step"])
+def test_a_plain_parent_whose_children_keep_their_parameters_unsharded_has_one(grad):
+    """Symptom: parameters that were shown unsharded were taken for plain ones, and their memory had been freed when it was read."""
+    model, oracle = mlp(num_blocks=2), mlp(num_blocks=2)
+    for block in model.blocks:
+        fsdp2.fully_shard(block, reshard_after_forward=False)
+        block.set_reshard_after_backward(False)
+    x = batches(1, (8, 7))[0]
+    with torch.set_grad_enabled(grad):
+        loss = model(x).square().mean()
+    if grad:
+        loss.backward()
+    kept = fsdp2.snapshot(model)
+    with torch.no_grad():
+        for each in (model, oracle):
+            for value in each.state_dict().values():
+                value.mul_(0.5)
+        halved = model(x)
+        with kept.applied():
+            assert_same(whole(model), whole(mlp(num_blocks=2)))
+            assert torch.equal(model(x), mlp(num_blocks=2)(x))
+        assert torch.equal(model(x), halved)
+        assert_same(whole(model), whole(oracle))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["unsharded", "torch's FSDP2", "torch's FSDP2, kept unsharded"])
 def test_models_that_fsdp2_did_not_shard_have_snapshots_too(way):
     model, oracle = mlp(num_blocks=2), mlp(num_blocks=2)
     if way != "unsharded":
-        fully_shard(model, reshard_after_forward=True)
+        fully_shard(model, reshard_after_forward="kept" not in way)
+    with torch.no_grad():
+        model(torch.ones(2, 7))
     average, other = fsdp2.snapshot(model), copy.deepcopy(oracle)
     for each in (model, oracle):
         train(each, torch.optim.SGD(each.parameters(), lr=0.5), batches(1, (8, 7))[0])
@@ -147,7 +175,9 @@ def test_models_that_fsdp2_did_not_shard_have_snapshots_too(way):
     with average.applied(), torch.no_grad():
         for one, two in zip(whole(model).values(), whole(other).values(), strict=True):
             torch.testing.assert_close(one, two)
-        assert model(torch.ones(2, 7)).isfinite().all()
+        torch.testing.assert_close(model(torch.ones(2, 7)), other(torch.ones(2, 7)))
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(2, 7)), oracle(torch.ones(2, 7)))
 
 
 class Collectives(Listener):

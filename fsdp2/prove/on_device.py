@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..captured import Watch
 from ..core.comm.streams import streams_of
 from ..doctor.patient import _held
 from ..doctor.replicas import digest
@@ -27,6 +26,7 @@ from ..ranks import Rank
 from ..testing import pretend
 from ..testing.pretend.for_scripts import in_place_of_the_cpu
 from ..torch_names.torch_tensors import storage_key
+from ..watched_operators import Watch
 from .parts import local_of, plain_name
 from .witness import Healthy, Program, run_rank
 

@@ -106,6 +106,9 @@ def statements_of(runs: Mapping[str, Run], no_device: str, planned: StateBytes |
     real, reference, exact = runs["real"], *(runs.get(role) for role in REFERENCES)
     apart = first_differing_call(real.calls())
     by_backend = (record := real.first_failure()) is None or _is_of_backend(record.failure)
+    report = report_of_records(real.records)
+    alone, others = (Report(tuple(each for each in report if (each.check == "step-on-some-ranks") is it)) for it in (True, False))
+    yield from _of_doctor(alone, ("error", "warning"))  # the ranks that step have ended before the others, which explains the rest
     if apart is not None and (real.is_well or by_backend):  # else a rank has failed by itself
         yield Statement("collectives", False, "measured", apart, "make these calls on all ranks, outside of `if rank == 0:`")
     if not real.is_well:
@@ -115,12 +118,11 @@ def statements_of(runs: Mapping[str, Run], no_device: str, planned: StateBytes |
     if apart is None:
         most = max(map(len, real.calls().values()), default=0)
         yield Statement("collectives", True, "measured", f"all ranks issued the same collectives in the same order, up to {most} each")
-    report = report_of_records(real.records)
     looked = any(record.has_looked for record in real.records)
-    yield from _of_doctor(report, ("error",))
+    yield from _of_doctor(others, ("error",))
     yield _of_equal_ranks(reference)
     yield from _of_comparison(real, reference, exact)
-    yield from _of_doctor(report, ("warning",))
+    yield from _of_doctor(others, ("warning",))
     yield _of_certificate(real)
     yield from _of_device(runs, no_device)
     yield _of_checkpoint(real, runs.get("resumed"))

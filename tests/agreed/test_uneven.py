@@ -124,7 +124,7 @@ def test_random_schedules_train_as_one_process_with_all_batches(seeds):
 @on_ranks(2)
 @pytest.mark.parametrize("is_guarded", [False, True])
 def test_a_scaler_and_clipping_in_an_uneven_loop_train_as_one_process_with_all_batches(is_guarded):
-    """In several epochs, in the second of which rank 1 has nothing."""
+    """Two epochs; rank 1 has nothing in the second."""
     rank = dist.get_rank()
     model = small()
     torch.manual_seed(0)

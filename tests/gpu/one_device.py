@@ -151,7 +151,7 @@ TORCHS = (
     "hsdp",
     "pinned_input",
 )
-"""Scenarios of which torch's FSDP2 shows the same bits on one rank. (After an evaluation its root hides gradients.)"""
+"""Scenarios in which torch's FSDP2 has the same bits on one rank. (After an evaluation its root hides gradients.)"""
 
 
 @check(

@@ -93,6 +93,7 @@ needs_device = pytest.mark.skipif(bool(pretend.missing_tools()), reason=f"needs 
     [
         ("torch.distributed.fsdp", DOUBLED, "gradients", ("2.weight", "2 times")),
         ("fsdp2", "dist.get_rank() or step or dist.barrier()", "collectives", ("rank 0: barrier", "rank 1: ")),
+        ("fsdp2", "if dist.get_rank(): continue", "doctor", ("step-on-some-ranks", "rank 1 will not")),
         ("fsdp2", "step and dist.get_rank() and 1 / 0", "run", ("rank 1 failed at train.py:23", "ZeroDivisionError")),
         pytest.param("fsdp2", LATE, "orders", ("in order 0", "is another than at once"), marks=needs_device),
         (

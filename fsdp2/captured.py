@@ -9,8 +9,8 @@ must run the same operators, on the same sizes, numbers and addresses, and none 
 the device itself refuses what it cannot record, for instance a stream that is not joined. All ranks decide together, and where one
 refuses all go on eagerly: ``captured.reason`` says why.
 
-Each form of the arguments (sizes, dtypes, numbers) and of the optimizers' numbers has a graph of its own, up to ``max_graphs``. Their
-memory is one pool.
+Each form of a step has a graph of its own, up to ``max_graphs``: sizes, dtypes and numbers of the arguments, the optimizers' numbers,
+and switches of the model (train or eval, what is frozen, what the next backward reduces). Their memory is one pool.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def capture(step: Callable[..., Any], *, warmup: int = 3, max_graphs: int = 4) -
                 gradients. Tensors among its arguments are copied to the device, each to one address. What it returns are copies
                 without autograd. While it is captured, and only then, its Python code runs again.
     warmup:     eager steps before a capture
-    max_graphs: forms of arguments that get a graph; more run eagerly
+    max_graphs: forms of a step that get a graph; more run eagerly
     Collective: no; each call is, and ranks must pass arguments of the same form. Before and after a capture they compare.
     Raises:     ArgumentError; a call what ``step`` raises
 
@@ -70,13 +70,18 @@ def capture(step: Callable[..., Any], *, warmup: int = 3, max_graphs: int = 4) -
     return CapturedStep(step, warmup, max_graphs)
 
 
+_STALE = 100
+"""A form without a graph that so many calls have not had makes room for another: a learning rate of the first steps, for instance."""
+
+
 class _Form:
-    """One form of the arguments. buffers: where the graph reads its tensors; calls: eager ones so far"""
+    """One form of a step. buffers: where the graph reads its tensors; calls: eager ones so far; seen: the last call that had it"""
 
     def __init__(self, leaves: list[Any], device: torch.device, calls: int) -> None:
         self.buffers = [torch.empty_like(each, device=device) if isinstance(each, Tensor) else each for each in leaves]
         self.versions: list[int] = []
         self.calls = calls
+        self.seen = 0
         self.watch: Watch | None = None
         self.graph: Any = None
         self.output: Any = None
@@ -115,6 +120,8 @@ class CapturedStep:
         self._max_graphs = max_graphs
         self._optimizers: list[Optimizer] = []
         self._forms: dict[Any, _Form] = {}
+        self._num_calls = 0
+        self._switched: _Switched | None = None
         self._device: torch.device | None = None
         self._module: Any = None
         self._stream: Any = None
@@ -122,7 +129,7 @@ class CapturedStep:
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs there are, one for each shape of arguments."""
+        """How many graphs there are, one for each form of a step."""
         return sum(form.graph is not None for form in self._forms.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +138,7 @@ class CapturedStep:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         if not self._is_refused and (problem := _problem_of(leaves)) is not None:
             self._refuse_together(problem)
-        form = None if self._is_refused else self._form_of(leaves, tree, 0)
+        form = None if self._is_refused or self._is_midway() else self._form_of(leaves, tree, 0)
         if form is None:
             return self._called([_on_device(each, self._device) for each in leaves], tree)
         form.take(leaves)
@@ -170,6 +177,7 @@ class CapturedStep:
                 problem = "parameters are offloaded: the host waits for their gradients"
         self._refuse_together(problem or _problem_of(leaves))
         if not self._is_refused:
+            self._switched = _Switched()
             self._form_of(leaves, tree, 1)
         return result
 
@@ -224,19 +232,45 @@ class CapturedStep:
         if self._stream is not None:
             self._pool = self._module.graph_pool_handle()  # the old one ends with its graphs
 
+    def _is_midway(self) -> bool:
+        """Whether gradients wait for this step's reduction, which a graph would leave out."""
+        assert self._switched is not None
+        waiting = next((group for group in self._switched.groups if group.has_unreduced()), None)
+        if waiting is not None and self.reason is None:
+            name = waiting.name or "the root"
+            self._say(f"gradients of {name} wait for a reduction from before: put all micro-batches into the step")
+        return waiting is not None
+
     def _form_of(self, leaves: list[Any], tree: Any, calls: int) -> _Form | None:
-        """The form of these arguments; None: there are too many already."""
+        """The form of this step; None: there are too many already."""
+        assert self._device is not None
+        assert self._switched is not None
         arguments = tuple((tuple(each.shape), each.dtype) if isinstance(each, Tensor) else (type(each), each) for each in leaves)
-        key = (str(tree), arguments, self._numbers())
+        key = (str(tree), arguments, self._numbers(), self._switched.values())
         last, self._last = self._last, key
-        if key not in self._forms:
+        self._num_calls += 1
+        form = self._forms.get(key)
+        if form is None:
             if len(self._forms) >= self._max_graphs:
                 if self.reason is None:
-                    self._say(f"there are {self._max_graphs} forms of arguments already (max_graphs); {_changed_form(last, key)}")
-                return None
-            assert self._device is not None
-            self._forms[key] = _Form(leaves, self._device, calls)
-        return self._forms[key]
+                    self._say(f"there are {self._max_graphs} forms of steps already (max_graphs); {self._change(last, key)}")
+                stale = (old for old, each in self._forms.items() if each.graph is None and self._num_calls - each.seen > _STALE)
+                if (old := next(stale, None)) is None:
+                    return None
+                del self._forms[old]
+            form = self._forms[key] = _Form(leaves, self._device, calls)
+        form.seen = self._num_calls
+        return form
+
+    def _change(self, last: Any, key: Any) -> str:
+        for (name, old), (_, new) in zip(last[2], key[2], strict=False):
+            if old != new:
+                return f"{name} changed from {old} to {new}: make it a tensor on the device"
+        assert self._switched is not None
+        for name, old, new in zip(self._switched.names(), last[3], key[3], strict=True):
+            if old != new:
+                return f"{name} changed from {old} to {new}"
+        return f"the last arguments were {last[1]}, and now are {key[1]}"
 
     def _numbers(self) -> tuple[Any, ...]:
         """Numbers of the optimizers that a graph keeps, and that schedulers change."""
@@ -314,6 +348,7 @@ class CapturedStep:
         self._refuse_together(problem)
         if not self._is_refused:
             form.graph, form.output, form.grads = graph, output, after
+            self.reason = self._alone
             return
         for param, grad in before:
             param.grad = grad  # what the capture made was never computed
@@ -351,11 +386,35 @@ def _problem_of(leaves: list[Any]) -> str | None:
     return None
 
 
-def _changed_form(last: Any, key: Any) -> str:
-    for (name, old), (_, new) in zip(last[2], key[2], strict=False):
-        if old != new:
-            return f"{name} changed from {old} to {new}: make it a tensor on the device"
-    return f"the last arguments were {last[1]}, and now are {key[1]}"
+class _Switched:
+    """Switches of the sharded models, which decide what their steps do. ``names`` and ``values`` have one order.
+
+    groups: of all these models
+    """
+
+    def __init__(self) -> None:
+        sharded = [param.sharded for group in inspect.groups_of_process() for param in group.params]
+        self._roots = list(dict.fromkeys(inspect.roots_of(sharded)))
+        self._modules = list(dict.fromkeys(module for root in self._roots for module in root.modules()))
+        self._units = [unit for root in self._roots for unit in inspect.units(root)]
+        self.groups = [group for unit in self._units for group in unit.groups]
+        self._params = [param for group in self.groups for param in group.params]
+
+    def values(self) -> tuple[Any, ...]:
+        modes = [module.training for module in self._modules]
+        trained = [param.sharded.requires_grad for param in self._params]
+        reduced = [(unit.reduces(), unit.all_reduces(), unit.contributes()) for unit in self._units]
+        divided = [group.divide_factor() for group in self.groups]
+        return (*modes, *trained, *reduced, *divided)
+
+    def names(self) -> list[str]:
+        modules = {module: name or type(module).__name__ for root in self._roots for name, module in root.named_modules()}
+        return [
+            *(f"training of {modules[module]}" for module in self._modules),
+            *(f"requires_grad of {param.fqn}" for param in self._params),
+            *(f"the gradient sync of {unit.name or 'the root'}" for unit in self._units),
+            *(f"the gradient divide factor of {group.name or 'the root'}" for group in self.groups),
+        ]
 
 
 __all__ = ["CapturedStep", "capture"]

@@ -221,6 +221,72 @@ def test_each_size_gets_a_graph_until_there_are_enough():
     torch.testing.assert_close(found[True], found[False], rtol=0, atol=0)
 
 
+class Moody(nn.Module):
+    """Doubles in training what it adds in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * 2 if self.training else x + self.weight
+
+
+def freeze(model: Any, at: int) -> None:
+    model[0].up.weight.requires_grad_(at % 2 == 0)
+
+
+SWITCHES: dict[str, tuple[Callable[[Any, int], object], str]] = {
+    "train or eval": (lambda model, at: model.train(at % 2 == 0), "training of"),
+    "train or eval of a plain module": (lambda model, at: model[-1].train(at % 2 == 0), "training of 3"),
+    "freezing": (freeze, "requires_grad of 0.up.weight"),
+    "divide factor": (lambda model, at: model[0].set_gradient_divide_factor(2.0 + at % 2), "divide factor of 0"),
+    "gradient sync": (lambda model, at: model.set_requires_gradient_sync(at % 2 == 0), "the gradient sync of the root"),
+}
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_that_the_program_turns_between_steps_are_noticed(name):
+    turn, named = SWITCHES[name]
+    found = {}
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(7) for _ in range(3)), Moody()).to("pretend")
+        for block in model[:3]:
+            fsdp2.fully_shard(block)
+        model = fsdp2.fully_shard(model)
+        optimizer = sgd(model.parameters())
+        step = step_of(model, optimizer, Way())
+        run = fsdp2.capture(step, max_graphs=1) if captured else step
+        losses = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for index, x in enumerate(batches(9)):
+                if index >= 5:
+                    turn(model, index)
+                losses.append(run(own_chunk(x).to("pretend")).cpu())
+        found[captured] = torch.stack(losses), values(model)
+    assert run.num_graphs == 1
+    assert named in run.reason
+    torch.testing.assert_close(found[True], found[False], rtol=0, atol=0)
+
+
+@on_ranks(2, device="pretend")
+def test_a_rate_that_changes_in_the_first_steps_alone_ends_in_a_graph(monkeypatch):
+    monkeypatch.setattr("fsdp2.captured._STALE", 3)
+    model = sharded(WAYS["fp32"])
+    optimizer = sgd(model.parameters())
+    run = fsdp2.capture(step_of(model, optimizer, WAYS["fp32"]), max_graphs=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index, x in enumerate(batches(14)):
+            if index < 5:
+                optimizer.param_groups[0]["lr"] *= 0.9
+            run(own_chunk(x).to("pretend"))
+    assert (run.reason, run.num_graphs) == (None, 1)
+
+
 @on_ranks(2, device="pretend")
 def test_optimizers_that_count_on_the_host_and_gradients_zeroed_to_none_outside_are_refused():
     way = WAYS["fp32"]

@@ -35,7 +35,7 @@ from ..core.iteration.module_state import ModuleState
 from ..core.modules.tensors import map_tensors
 from ..core.plan.mesh import DataParallelMesh
 from ..errors import ArgumentError, MeshError, OrderError
-from ..strategy import accumulate, sharded_units
+from ..strategy import accumulating, sharded_units
 from ..torch_names import torch_collectives, torch_tensors
 
 _WORKING, _FAILED, _STOPS, _LEFT = range(4)
@@ -107,7 +107,9 @@ class Work:
     def backward(self, loss: Tensor) -> None:
         """``(loss * scale).backward()``. loss: a sum over what ``count`` counts, in any dtype; a scaler's ``scale(loss)`` works too"""
         require("uneven's backward", _LOSS, loss=loss)
-        (loss * self.scale).backward()  # type: ignore[no-untyped-call]
+        if self.scale != 1.0:
+            loss = loss * self.scale
+        loss.backward()  # type: ignore[no-untyped-call]
         self._restore_buffers()
 
     def stop(self) -> None:
@@ -119,6 +121,7 @@ class Work:
     def _rounds(self, loader: Iterable[Any], count: Callable[[Any], float] | None, micro_batches: int) -> Iterator[Any]:
         before = self.stands_in, self.is_last, self.scale
         source: Iterator[Any] | None = None
+        nothing = contextlib.nullcontext()
         self._stops = False
         self._loop += 1
         self._stand_in = []  # another loop's batches may have other fields
@@ -141,7 +144,7 @@ class Work:
                     self.is_last = index == num_rounds - 1
                     if index < len(batches):
                         self._stand_in = [_with_own_containers(batches[index])]
-                    with accumulate(self._model, last=self.is_last), self._standing_in(index >= len(batches)):
+                    with nothing if self.is_last else accumulating(self._units), self._standing_in(index >= len(batches)):
                         yield batches[index] if index < len(batches) else _with_own_containers(self._stand_in[0])
         finally:
             self._stand_in = []
@@ -213,12 +216,11 @@ class Work:
         messages = messages_over(self._mesh)
         if messages is None:
             return [mine]
-        sent = torch.frombuffer(bytearray(_ROW.pack(*mine[:-1], mine.text.encode()[:_TEXT_NBYTES])), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(_ROW.pack(*mine)), dtype=torch.uint8)
         got = sent.new_empty(self._mesh.size * sent.numel())
         with during("message of uneven ranks", messages, sent):
             torch_collectives.all_gather_single(got, sent, messages, async_op=False)
-        rows = [_Row(*fields) for fields in _ROW.iter_unpack(bytes(got.tolist()))]
-        return [row._replace(text=bytes(row.text).rstrip(b"\0").decode(errors="replace")) for row in rows]  # type: ignore[arg-type]
+        return [_Row(*fields) for fields in _ROW.iter_unpack(bytes(got.tolist()))]
 
     def _send_stand_in(self, batches: Sequence[Any], source: int) -> None:
         """Send the first batch of rank ``source`` to all ranks. A rank that has had none keeps it. Collective: yes"""
@@ -243,10 +245,10 @@ class _Row(NamedTuple):
     rank: int
     loop: int
     counted: float
-    text: str
+    text: bytes
 
 
-_HAS_LEFT = "has left its loop"
+_HAS_LEFT = b"has left its loop"
 _TEXT_NBYTES = 215
 _ROW = struct.Struct(f"<2q?2qd{_TEXT_NBYTES}s")  # 256 bytes
 
@@ -255,8 +257,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _in_short(failure: Exception | None) -> str:
-    return "" if failure is None else f"has failed to get its next batch: {type(failure).__name__}: {failure}"
+def _in_short(failure: Exception | None) -> bytes:
+    return b"" if failure is None else f"has failed to get its next batch: {type(failure).__name__}: {failure}".encode()
 
 
 def _with_own_containers(batch: Any) -> Any:
@@ -281,9 +283,9 @@ def _checked_count(value: Any) -> float:
 
 
 def _refuse_ended(rows: Sequence[_Row]) -> None:
-    ended = [f"rank {row.rank} {row.text}" for row in rows if row.status in (_FAILED, _LEFT)]
     first = min(row.loop for row in rows)
-    ended += [f"rank {row.rank} {_HAS_LEFT}" for row in rows if row.loop > first and row.status not in (_FAILED, _LEFT)]
+    texts = {row.rank: row.text if row.status in (_FAILED, _LEFT) else _HAS_LEFT if row.loop > first else b"" for row in rows}
+    ended = [f"rank {rank} {text.rstrip(bytes(1)).decode(errors='replace')}" for rank, text in texts.items() if text]
     if ended:
         raise OrderError(
             f"{len(ended)} of {len(rows)} ranks ended their uneven work before the others",

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -230,9 +230,13 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
     """
     units = sharded_units("accumulate", model)
     require("accumulate", SWITCH, last=last)
-    if last:
+    with contextlib.nullcontext() if last else accumulating(units):
         yield
-        return
+
+
+@contextlib.contextmanager
+def accumulating(units: Sequence[ModuleState]) -> Iterator[None]:
+    """Around a micro-batch that is not the last: see ``accumulate``. Collective: no"""
     before = [unit.micro_batch for unit in units]
     for unit in units:
         usual = unit.micro_batch

@@ -98,7 +98,10 @@ def made_input(nodes: list[Any], node: Any) -> bool:
 
 def below(node: Any) -> Any:
     """The first node below ``node`` that is not a leaf's; None if there is none."""
-    return next((each for each, _ in node.next_functions if each is not None and each.next_functions), None)
+    for each, _ in node.next_functions:
+        if each is not None and each.next_functions:
+            return each
+    return None
 
 
 def find_bottoms(part: GraphPart, nodes: list[Any]) -> None:

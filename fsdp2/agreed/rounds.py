@@ -22,13 +22,13 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..arguments import COUNT, FUNCTION, Kind, require
+from ..arguments import COUNT, Kind, require
 from ..core.comm.agreement import messages_over
 from ..core.comm.collective_log import during
 from ..core.iteration.module_state import ModuleState
@@ -40,6 +40,7 @@ from ..torch_names import torch_collectives, torch_tensors
 
 _WORKING, _FAILED, _STOPS, _LEFT = range(4)
 _LOSS = Kind(lambda value: isinstance(value, Tensor), "a tensor", "loss")
+_COUNT = Kind(lambda value: value in (None, "ranks") or callable(value), 'a function of a batch, None or "ranks"', "len")
 _LOADER = Kind(lambda value: isinstance(value, Iterable), "batches to iterate over", "loader")
 
 
@@ -90,17 +91,19 @@ class Work:
         self._stops = False
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, loader: Iterable[Any], *, count: Callable[[Any], float] | None = None, micro_batches: int = 1) -> Iterator[Any]:
+    def __call__(
+        self, loader: Iterable[Any], *, count: Callable[[Any], float] | Literal["ranks"] | None = None, micro_batches: int = 1
+    ) -> Iterator[Any]:
         """The batches of ``loader``, and stand-ins until the rank with the most has had its last one.
 
         count:         what a batch counts, such as its samples or its tokens that are not padding: the gradients of a step are those of
-                       the sum of all ranks' losses, divided by what all their batches count. None: each batch counts 1. Stand-ins
-                       count nothing.
+                       the sum of all ranks' losses, divided by what all their batches count. None: each batch counts 1. "ranks": each
+                       rank that has a batch for the step counts 1, and its losses are averaged first. Stand-ins count nothing.
         micro_batches: how many batches each rank takes for one step. They are taken at once; a step ends where ``is_last`` is True.
         Collective:    yes, one message per step
         """
         require("uneven's work", _LOADER, loader=loader)
-        require("uneven's work", FUNCTION.or_none, count=count)
+        require("uneven's work", _COUNT, count=count)
         require("uneven's work", COUNT, micro_batches=micro_batches)
         return self._rounds(loader, count, micro_batches)
 
@@ -118,7 +121,9 @@ class Work:
 
     # --- rounds ---
 
-    def _rounds(self, loader: Iterable[Any], count: Callable[[Any], float] | None, micro_batches: int) -> Iterator[Any]:
+    def _rounds(
+        self, loader: Iterable[Any], count: Callable[[Any], float] | Literal["ranks"] | None, micro_batches: int
+    ) -> Iterator[Any]:
         before = self.stands_in, self.is_last, self.scale
         source: Iterator[Any] | None = None
         nothing = contextlib.nullcontext()
@@ -133,13 +138,15 @@ class Work:
                     if not self._stops:
                         source = iter(loader) if source is None else source
                         for batch in itertools.islice(source, micro_batches):
-                            counted += 1.0 if count is None else _checked_count(count(batch))
+                            counted += _checked_count(count(batch)) if callable(count) else 1.0
                             batches.append(batch)
                 except Exception as error:
                     failure = error
-                num_rounds = self._agree_on_step(batches, counted, failure)
+                num_rounds = self._agree_on_step(batches, float(bool(batches)) if count == "ranks" else counted, failure)
                 if num_rounds == 0:
                     return
+                if count == "ranks":
+                    self.scale /= max(len(batches), 1)
                 for index in range(num_rounds):
                     self.is_last = index == num_rounds - 1
                     if index < len(batches):

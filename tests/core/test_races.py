@@ -30,7 +30,7 @@ from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.iteration.module_state import schedule_of
 from fsdp2.torch_names import torch_collectives
 from harness import cpu_mesh, on_ranks
-from harness.models import MLP, batches, mlp
+from harness.models import MLP, Block, batches, mlp
 from harness.places import Place, place_of_caller, places_of
 from harness.pretend_training import unsharded_before_backward, written_in_forward
 from harness.recording import Race, RaceError, RecordingStreams, recording
@@ -722,7 +722,24 @@ def test_the_next_cast_runs_beside_the_gather_under_way():
     assert streams.beside[-8:] == [False, True, True, True, False, False, True, True]
 
 
-@pytest.mark.parametrize(("model", "writes"), [(mlp, False), (with_extensions, False), (mlp, True)])
+class OnFrozenBase(Block):
+    """The base is a group of its own, by its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.base = nn.Parameter(torch.eye(10, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.base.float())
+
+
+def on_a_frozen_base() -> nn.Module:
+    model = mlp()
+    model.blocks[-1] = OnFrozenBase()
+    return model
+
+
+@pytest.mark.parametrize(("model", "writes"), [(mlp, False), (with_extensions, False), (on_a_frozen_base, False), (mlp, True)])
 def test_the_first_gather_of_backward_waits_for_the_loss_only_if_shards_were_written_since_forward(model, writes):
     """The loss computes with none of the memory that it reads and writes."""
 
@@ -741,6 +758,8 @@ def test_the_first_gather_of_backward_waits_for_the_loss_only_if_shards_were_wri
     streams = Watching()
 
     def marks_the_loss(model: Any, x: Tensor) -> Tensor:
+        if not streams.behind_loss:
+            model.set_frozen_budget(1 << 20)
         output = model(x)
         if writes:
             with torch.no_grad():

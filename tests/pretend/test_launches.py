@@ -145,6 +145,21 @@ def test_as_many_modules_are_gathered_ahead_as_asked_for(depth, forward, backwar
     assert gathers_when_each_module_begins(Backward, lambda: losses[0].backward()) == backward
 
 
+@on_ranks(4, device="pretend_model")
+def test_frozen_modules_that_stay_gathered_take_nothing_of_the_bytes_gathered_ahead():
+    model: Any = mlp(num_blocks=5).to("pretend")
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
+    for module in [*model.blocks, model]:
+        fsdp2.fully_shard(module, mesh=init_device_mesh("pretend", (4,)))
+    model.set_frozen_budget(1 << 20)
+    of_a_block = fsdp2.inspect.units(model)[1].groups[0].unsharded_nbytes
+    model.set_prefetch_depth(forward=5, max_nbytes=of_a_block)
+    x = batches(1, (8, 7))[0].to("pretend")
+    forward_backward(model, x)
+    assert gathers_when_each_module_begins(Forward, lambda: model(x)) == [2, 3, 3, 3, 4, 4]
+
+
 @on_ranks(1, device="pretend")
 @pytest.mark.parametrize("depth", [(-1,), (True,), (1.0,), (1, -1), ("2",)])
 def test_a_depth_that_is_no_number_of_modules_is_refused(depth):

@@ -231,8 +231,9 @@ class Unit:
     def can_be_gathered_anew(self, versions: Sequence[tuple[int, int]]) -> bool:
         """Whether a gather needs no memory or values from what compute has done since its shards had ``versions``."""
         for group, version in zip(self.uses, versions, strict=True):
+            stays = group.state is GroupState.HIDDEN and self.kept_frozen.get(group) is not None
             if (
-                group.state is not GroupState.SHARDED
+                not (stays or group.state is GroupState.SHARDED)
                 or group.keeps_storage
                 or group.unsharded is None
                 or group.holders is not None
@@ -322,5 +323,12 @@ class Unit:
 
 
 def ahead(units: Sequence[Unit], depth: PrefetchDepth) -> Sequence[Unit]:
-    """The first of ``units``, which come next, that are gathered while a unit runs; the same on all ranks."""
-    return units[: depth.reach([unit.unsharded_nbytes for unit in units[: depth.units]])]
+    """The first of ``units``, which come next, that are gathered while a unit runs; the same on all ranks.
+
+    Frozen groups that stay unsharded take nothing more.
+    """
+    nbytes = (
+        sum(group.plan.unsharded_nbytes for group in unit.uses if unit.kept_frozen.get(group) is None)
+        for unit in units[: depth.units]
+    )
+    return units[: depth.reach(nbytes)]

@@ -4,7 +4,8 @@ docs/publish.md is the guide.
 """
 
 from .consumer import Stream, TensorMeta
+from .tcp import Receiver, to_socket
 from .weights import Weights, publish
 from .weights_file import Snapshot, read_file, to_file
 
-__all__ = ["Snapshot", "Stream", "TensorMeta", "Weights", "publish", "read_file", "to_file"]
+__all__ = ["Receiver", "Snapshot", "Stream", "TensorMeta", "Weights", "publish", "read_file", "to_file", "to_socket"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 from ..core.comm.streams import streams_of
 from ..errors import FSDPError, PublishError
 from ..hangs.background import BackgroundThread
+
+Piece = tuple[slice, ...]
 
 READY, WAITING, FAILED = range(3)
 """What a rank says before a gather; the largest of all ranks' decides."""
@@ -68,9 +70,15 @@ class Stream(Source):
     version: of ``Weights`` that sends, from 1
     """
 
-    def __init__(self, weights: Source) -> None:
+    def __init__(self, weights: Source, pieces: Mapping[str, Piece | None]) -> None:
+        """pieces: by name, those of tensors that do not come whole; None: this one does not come"""
         self.version = weights.version
-        self._metadata = weights.metadata()
+        self._pieces = pieces
+        self._metadata = [
+            meta if not piece else meta._replace(shape=tuple(torch.empty(meta.shape, device="meta")[piece].shape))
+            for meta in weights.metadata()
+            if (piece := pieces.get(meta.name, ())) is not None
+        ]
         self._changed = threading.Condition()
         self._offered: list[Callable[[], Named]] = []  # at most one: makes a unit whole
         self._has_room = True
@@ -94,10 +102,16 @@ class Stream(Source):
             )
         self._is_begun = True
         while (taken := self._taken()) is not None:
-            ready = [taken()]
+            ready = [self._cut(taken())]
             del taken
             self._note(_has_room=True)
             yield ready.pop()
+
+    def _cut(self, group: Named) -> Named:
+        if not self._pieces:
+            return group
+        cuts = [(name, tensor, self._pieces.get(name, ())) for name, tensor in group]
+        return [(name, tensor[piece] if piece else tensor) for name, tensor, piece in cuts if piece is not None]
 
     def _taken(self) -> Callable[[], Named] | None:
         with self._changed:

@@ -36,7 +36,7 @@ from ..errors import ArgumentError, FSDPError, PublishError
 from ..hangs.joint_calls import joint
 from ..torch_names.torch_collectives import timeout_of_group
 from .adapters import Adapters, Merges, adapted
-from .consumer import FAILED, READY, Consumer, Named, Source, Stream, TensorMeta, failure_of
+from .consumer import FAILED, READY, Consumer, Named, Piece, Source, Stream, TensorMeta, failure_of
 from .unit_gather import Gathering, Part, UnitGather
 
 _NBYTES_OUTSIDE = 256 << 20
@@ -78,6 +78,18 @@ class _Unit:
         whole = _whole(gatherings)
         kept |= {source: whole[source].clone() for source in self.later}
         return [(output.meta.name, output.made(whole | kept)) for output in self.outputs]
+
+
+def _checked_piece(meta: TensorMeta, piece: Any) -> Piece | None:
+    if piece is not None and not (
+        isinstance(piece, tuple) and len(piece) <= len(meta.shape) and all(isinstance(each, slice) for each in piece)
+    ):
+        raise ArgumentError(
+            f"pieces returned {piece!r} for {meta.name}, {meta.shape}",
+            expected="a tuple of slices, one for each of its first dims; () for all of it; None to leave it out",
+            fix="return for instance (slice(0, 16),)",
+        )
+    return piece
 
 
 def _whole(gatherings: list[Gathering]) -> dict[ModelTensor, Tensor]:
@@ -124,12 +136,20 @@ class Weights(Source):
             yield ready.pop()
 
     @joint
-    def send(self, sink: Callable[[Stream], Any] | None = None, *, timeout: float | None = None) -> None:
+    def send(
+        self,
+        sink: Callable[[Stream], Any] | None = None,
+        *,
+        timeout: float | None = None,
+        pieces: Callable[[str, tuple[int, ...]], Piece | None] | None = None,
+    ) -> None:
         """Give the tensors to ``sink``, which runs on a thread, and may be slow or fail; return at its end.
 
         sink:    called on this rank with a ``Stream``, an iterable of ``(name, tensor)``: many engines' ``load_weights`` is one;
                  None: this rank only takes part. A sink that ends early leaves the rest
         timeout: seconds without a unit after which a sink has failed; None: as long as it takes
+        pieces:  of a tensor's name and shape: the slices of it that this rank's sink gets, a view, ``()`` for all of it; None: not this
+                 tensor. For a consumer that is itself cut: by tensor parallelism, or with some of the experts. None: all tensors, whole
 
         A sink that blocks delays all ranks here, and lets no collective wait for longer than a third of its process group's time-out.
 
@@ -144,16 +164,20 @@ class Weights(Source):
 
         self._refuse_within_a_send()
 
-        def check() -> None:
+        def checked() -> dict[str, Piece | None]:
             require("send", FUNCTION.or_none, sink=sink)
             require("send", POSITIVE.or_none, timeout=timeout)
+            require("send", FUNCTION.or_none, pieces=pieces)
+            return (
+                {} if pieces is None else {meta.name: _checked_piece(meta, pieces(meta.name, meta.shape)) for meta in self.metadata()}
+            )
 
-        _, problem = tried("cannot publish", check)
+        chosen, problem = tried("cannot publish", checked)
         agree_over(self._axes, problem)
         self._begin()
         self._is_sending = True
         device = self._units[0].gathers[0].device if self._units else torch.device("cpu")
-        consumer = Consumer(sink, Stream(self), device, math.inf if timeout is None else timeout)
+        consumer = Consumer(sink, Stream(self, *chosen), device, math.inf if timeout is None else timeout)
         kept: dict[ModelTensor, Tensor] = {}
         try:
             factors = _whole([each.issue().finish() for each in self._once_all_are_ready(consumer, self._factors, {})])

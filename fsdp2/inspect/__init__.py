@@ -113,6 +113,7 @@ def _unit(name: str, unit: ModuleState, names: Mapping[ShardedParam, str]) -> Un
         reduces=lambda: unit.micro_batch.reduces,
         all_reduces=lambda: unit.micro_batch.all_reduces or unit.micro_batch.accumulates_shards,
         accumulates=lambda: not (unit.micro_batch.reduces and unit.micro_batch.all_reduces),
+        reshards=lambda: unit.micro_batch.reshards,
         contributes=lambda: unit.micro_batch.contributes,
         on_backward_end=on_backward_end,
     )

@@ -112,6 +112,7 @@ def _unit(name: str, state: Any, prefixes: dict[int, str]) -> Unit:
         is_kept_as_root=bool(state._auto_reshard_after_forward),
         reduces=lambda: all(group.reduce_grads for group in groups),
         all_reduces=lambda: all(group.all_reduce_grads for group in groups),
+        reshards=lambda: all(group.reshard_after_backward for group in groups),
         accumulates=lambda: not all(group.reduce_grads and group.all_reduce_grads for group in groups),
         on_backward_end=lambda call: _around(state, "_root_post_backward_final_callback", after=call),
     )

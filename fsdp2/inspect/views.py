@@ -119,6 +119,7 @@ class Unit:
     accumulates:     returns whether the user has said that gradients of the next backward wait for those of a later one
     on_backward_end: calls its argument at the end of each backward that this unit ends, until the function that it returns is called.
                      The root ends fsdp2's backwards, the unit whose gradients come first torch's: register it on each
+    reshards:        returns whether the next backward reshards it
     contributes:     returns False while this rank runs a stand-in for a batch that it does not have, whose gradients are dropped
     """
 
@@ -135,6 +136,7 @@ class Unit:
     all_reduces: Callable[[], bool]
     accumulates: Callable[[], bool]
     on_backward_end: Callable[[Callable[[], None]], Callable[[], None]]
+    reshards: Callable[[], bool]
     contributes: Callable[[], bool] = lambda: True
 
     @property

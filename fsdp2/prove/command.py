@@ -32,12 +32,11 @@ from ..planner.setting import Setting
 from ..printable import say, say_json
 from ..ranks import Rank, run_ranks
 from ..run import add_cpu_run, add_script, checked_script
-from ..state_bytes import StateBytes
 from ..testing import pretend
-from .judging import Run, statements_of
+from .judging import Planned, Run, resumed, statements_of
 from .on_device import device_rank
 from .verdict import Verdict
-from .witness import REFERENCES, Program, resumed_rank, witness_rank
+from .witness import REFERENCES, Program, witness_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,9 +138,12 @@ def prove(
 
         for role in ("real", *REFERENCES):
             if not any(_says_nothing_of_the_reference(each) for each in runs.values()):
-                run_as(role, witness_rank, role, last=(Path(folder, "real"),))
+                run_as(role, witness_rank, role, last=(Path(folder, "real"), None))
         if any(not each.get("failure", "-") for each in runs["real"].all_events()):
-            run_as("resumed", resumed_rank, last=(Path(folder, "real"),), ranks=num_ranks // 2 or 2)
+            for role in ("real", *REFERENCES):
+                if role == "real" or (runs["resumed"].num_steps > 1 and runs["reference"].num_steps):
+                    last = Path(folder, "resumed"), Path(folder, "real")
+                    run_as(resumed(role), witness_rank, role, last=last, ranks=num_ranks // 2 or 2)
         no_device = _no_device(num_orders, runs["real"])
         for seed in (None, *range(num_orders)) if not no_device else ():
             if seed is None or runs["device"].is_well:
@@ -172,18 +174,19 @@ def _no_device(num_orders: int, real: Run) -> str:
     return ""
 
 
-def _planned(program: Program, num_ranks: int, limit: float) -> StateBytes | str:
-    """What ``fsdp2 plan`` says that rank 0 keeps, or why it says nothing."""
+def _planned(program: Program, num_ranks: int, limit: float) -> Planned | str:
+    """What ``fsdp2 plan`` says that rank 0 keeps, and needs, or why it says nothing."""
 
-    def plan(rank: Rank) -> StateBytes:
+    def plan(rank: Rank) -> Planned:
         workload, setting = of_script(program.script, [*program.arguments], Setting(world_size=num_ranks))
-        return plan_of(workload, setting, None, lambda planned: False).state
+        planned = plan_of(workload, setting, None, lambda planned: False)
+        return planned.state, planned.memory.peak
 
     (end,) = run_ranks(1, plan, limit_s=limit)
-    return end.result if isinstance(end.result, StateBytes) else end.error or f"status {end.status}"
+    return end.result if isinstance(end.result, tuple) else end.error or f"status {end.status}"
 
 
-def _judge(verdict: Verdict, runs: Mapping[str, Run], no_device: str, planned: StateBytes | str | None) -> None:
+def _judge(verdict: Verdict, runs: Mapping[str, Run], no_device: str, planned: Planned | str | None) -> None:
     real = runs["real"]
     verdict.steps = real.num_steps
     verdict.implementation = next((each["name"] for each in real.all_events() if each["kind"] == "implementation"), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from ..doctor.finding import Report
 from ..doctor.rank_record import RankRecord, place_of, read_records, report_of_records
+from ..planner.memory import Peak
 from ..printable import counted, in_bytes, of_ranks
 from ..ranks import Ranks
 from ..state_bytes import StateBytes
@@ -18,6 +20,8 @@ from .comparing import Compared, Events, compare, first_differing_call, first_th
 from .verdict import Method, Statement, not_looked_at
 from .witness import REFERENCES, read_events
 
+Planned = tuple[StateBytes, Peak]
+"""What ``fsdp2 plan`` says of rank 0: the bytes that it keeps, and its peak."""
 _SUBJECTS = {"loss": "losses", "gradients": "gradients", "parameters": "parameters", "buffers": "buffers"}
 
 
@@ -94,14 +98,19 @@ class Run:
         return f"{how}: {'; '.join(told[:8])}"
 
 
+def resumed(role: str) -> str:
+    """The run like ``role``'s on another number of ranks, which loads a checkpoint."""
+    return "resumed" if role == "real" else f"resumed {role}"
+
+
 def _is_of_backend(failure: str) -> bool:
     return any(word in failure for word in ("gloo", "LostRankError", "Connection closed", "Connection reset"))
 
 
-def statements_of(runs: Mapping[str, Run], no_device: str, planned: StateBytes | str | None) -> Iterator[Statement]:
+def statements_of(runs: Mapping[str, Run], no_device: str, planned: Planned | str | None) -> Iterator[Statement]:
     """Those that follow from these runs, the gravest faults first.
 
-    no_device: why there is no run on the pretend accelerator; planned: bytes that a rank keeps, or why there is no plan
+    no_device: why there is no run on the pretend accelerator; planned: or why there is no plan
     """
     real, reference, exact = runs["real"], *(runs.get(role) for role in REFERENCES)
     apart = first_differing_call(real.calls())
@@ -124,8 +133,8 @@ def statements_of(runs: Mapping[str, Run], no_device: str, planned: StateBytes |
     yield from _of_comparison(real, reference, exact)
     yield from _of_doctor(others, ("warning",))
     yield _of_certificate(real)
-    yield from _of_device(runs, no_device)
-    yield _of_checkpoint(real, runs.get("resumed"))
+    yield from _of_device(runs, no_device, planned)
+    yield _of_checkpoint(real, *(runs.get(resumed(role)) for role in ("real", *REFERENCES)))
     yield _of_plan(real, planned)
     if not looked and not report:
         yield not_looked_at("doctor", "no optimizer has stepped on a sharded model that the doctor knows")
@@ -159,12 +168,15 @@ def _of_doctor(report: Report, severities: tuple[str, ...]) -> Iterator[Statemen
             yield Statement("doctor", False, "measured", said, each.fix, each.check, names=each.params, ranks=each.ranks)
 
 
-def _of_device(runs: Mapping[str, Run], no_device: str) -> Iterator[Statement]:
-    """``orders`` and ``capture``."""
+def _of_device(runs: Mapping[str, Run], no_device: str, planned: Planned | str | None) -> Iterator[Statement]:
+    """``orders``, ``capture`` and ``peak``."""
     at_once = runs.get("device")
     if at_once is None or not at_once.is_well:
         why = no_device if at_once is None else f"the program cannot run on the pretend accelerator: {at_once.why()}"
         yield from (not_looked_at(subject, why) for subject in ("orders", "capture"))
+        yield (
+            not_looked_at("peak", why) if not isinstance(planned, tuple) else Statement("peak", None, "modeled", _of_plans(planned[1]))
+        )
         return
     stand_in: Method = "measured on a stand-in"
     orders = [run for role, run in runs.items() if role.startswith("order")]
@@ -173,16 +185,56 @@ def _of_device(runs: Mapping[str, Run], no_device: str) -> Iterator[Statement]:
     yield fault or Statement("orders", True, stand_in, said)
     watched = [each for each in at_once.all_events() if each["kind"] == "captured" and (each["problem"] or each["is_compared"])]
     problem = next((each["problem"] for each in watched if each["problem"]), None)
-    so_far = "nothing waits for the device, or changes; whether all streams are joined at its end was not looked at"
+    so_far = "nothing waits for the device, or changes, and all streams are joined at the end"
     said = f"from the first forward to the end of the optimizer's step, {problem or so_far}"
     yield (
         Statement("capture", None if problem else True, stand_in, said)
         if watched
         else not_looked_at("capture", "that takes three steps")
     )
+    yield _of_peak(at_once, planned)
 
 
-def _of_checkpoint(real: Run, resumed: Run | None) -> Statement:
+def _of_plans(peak: Peak) -> str:
+    where = f"{peak.phase} of {peak.where or 'the model'}"
+    return f"fsdp2 plan says {in_bytes(peak.nbytes)} for a step of rank 0, in {where}, with a loss of its own"
+
+
+def _of_peak(at_once: Run, planned: Planned | str | None) -> Statement:
+    """Bytes of the device, and what keeps them too long."""
+    told = {rank: [each for each in events if each["kind"] == "memory"] for rank, events in at_once.events.items()}
+    say = functools.partial(Statement, "peak", False, "measured on a stand-in")
+    for rank, (step, each) in ((rank, found) for rank, events in told.items() for found in enumerate(events, 1)):
+        if names := tuple(each["unsharded"]):
+            fix = "call reshard() on it; fully_shard(..., reshard_after_forward=False) says that it is meant so"
+            return say(f"{names[0]} is unsharded still {each['unsharded'][names[0]]}", fix, step=step, names=names, ranks=(rank,))
+        if names := tuple(each["twice"]):
+            said = f"when the optimizer has stepped, another tensor has the gradient of {names[0]} as well, bit for bit"
+            return say(said, "let go of copies of gradients before the step", step=step, names=names, ranks=(rank,))
+    for rank, events in told.items():
+        kept = [each["kept"] for each in events]
+        grown = min((after - before for before, after in itertools.pairwise(kept)), default=0)
+        if len(kept) > 2 and grown > max(_FEW_SCALARS, kept[0] / 20):
+            said = f"after each step rank {rank} keeps at least {in_bytes(grown)} more than after the one before"
+            return say(
+                f"{said}: {in_bytes(kept[-1])} at last",
+                "keep numbers (loss.item(), or loss.detach()) and no graphs, gradients or activations",
+                ranks=(rank,),
+            )
+    highest = max((each for events in told.values() for each in events), key=lambda each: each["peak"], default=None)
+    if highest is None:
+        return not_looked_at("peak", "no step was made on the device")
+    said = f"a rank needs up to {in_bytes(highest['peak'])}, in {highest['where']} of step {highest['step']}"
+    said += f", and keeps {in_bytes(highest['kept'])} after it"
+    said += f"; {_of_plans(planned[1])}" if isinstance(planned, tuple) else ""
+    return Statement("peak", True, "measured on a stand-in", said)
+
+
+_FEW_SCALARS = 256
+"""Bytes that a program may keep more after each step: losses, say."""
+
+
+def _of_checkpoint(real: Run, resumed: Run | None, reference: Run | None, exact: Run | None) -> Statement:
     saved = [each for each in real.all_events() if each["kind"] == "saved"]
     failure = next((each["failure"] for each in saved), "")
     if resumed is None or failure:
@@ -206,17 +258,39 @@ def _of_checkpoint(real: Run, resumed: Run | None) -> Statement:
     if wrong:
         return Statement("checkpoint", False, "measured", f"{said}{wrong[0]} is another", step=real.num_steps, names=wrong)
     more = f"; {len(several)} others differ between ranks, such as {several[0]}: it keeps one rank's" if several else ""
-    return Statement("checkpoint", True, "measured", f"{said}{counted(len(before) - len(several), 'tensor')} have the same bits{more}")
+    said += f"{counted(len(before) - len(several), 'tensor')} have the same bits{more}; "
+    steps, why = resumed.num_steps - 1, _incomparable(resumed, reference)
+    if steps < 1 or why:
+        return Statement(
+            "checkpoint", True, "measured", f"{said}how it trains on there was not looked at: {why or 'it made no other step'}"
+        )
+    assert reference is not None
+    if not resumed.is_well and reference.is_well:
+        return Statement("checkpoint", False, "measured", f"{said}then {resumed.why()}, and not on the reference")
+    if differences := _compared(resumed, reference, exact).differences:
+        first = differences[0]
+        said += f"in step {first.step - 1} after that it trains otherwise than the reference from the same state: {first.said}"
+        return Statement("checkpoint", False, "measured", said, names=first.names, ranks=first.ranks)
+    return Statement(
+        "checkpoint", True, "measured", f"{said}it trains on for {counted(steps, 'step')} as the reference does from there"
+    )
 
 
-def _of_plan(real: Run, planned: StateBytes | str | None) -> Statement:
+def _compared(real: Run, reference: Run, exact: Run | None) -> Compared:
+    return compare(
+        real.events, reference.events, exact.events if exact is not None and exact.num_steps else None, is_whole=real.is_well
+    )
+
+
+def _of_plan(real: Run, plan: Planned | str | None) -> Statement:
     kept = next((each["state"] for each in real.events.get(0, ()) if each["kind"] == "kept"), None)
-    if not isinstance(kept, StateBytes) or not isinstance(planned, StateBytes):
-        return not_looked_at("plan", planned if isinstance(planned, str) else "that takes the second step of a script of fsdp2")
+    if not isinstance(kept, StateBytes) or not isinstance(plan, tuple):
+        return not_looked_at("plan", plan if isinstance(plan, str) else "that takes the second step of a script of fsdp2")
+    planned = plan[0]
     told = ", ".join(
         f"{in_bytes(getattr(kept, part))} {part} (planned: {in_bytes(getattr(planned, part))})" for part in kept.__dataclass_fields__
     )
-    said = f"before the second optimizer step rank 0 keeps {told}; the peak was not looked at: nothing counts it on a CPU"
+    said = f"before the second optimizer step rank 0 keeps {told}"
     return Statement("plan", kept == planned or None, "measured", said)
 
 
@@ -240,8 +314,7 @@ def _of_comparison(real: Run, reference: Run | None, exact: Run | None) -> Itera
     if why or reference is None:
         yield from (not_looked_at(subject, why) for subject in _SUBJECTS.values())
         return
-    usable = exact if exact is not None and exact.num_steps else None
-    found = compare(real.events, reference.events, None if usable is None else usable.events, is_whole=real.is_well)
+    found = _compared(real, reference, exact)
     first = {phase: [each for each in found.differences if each.phase == phase] for phase in _SUBJECTS}
     for each in sorted((each[0] for each in first.values() if each), key=found.differences.index):
         same = [other for other in first[each.phase] if other.step == each.step]
@@ -250,7 +323,7 @@ def _of_comparison(real: Run, reference: Run | None, exact: Run | None) -> Itera
         yield Statement(_SUBJECTS[each.phase], False, "measured", said, step=each.step, names=names, ranks=each.ranks)
     for phase, subject in _SUBJECTS.items():
         if not first[phase]:
-            yield _agreement(subject, phase, found, usable is not None)
+            yield _agreement(subject, phase, found, exact is not None and exact.num_steps > 0)
 
 
 def _agreement(subject: str, phase: str, found: Compared, has_exact: bool) -> Statement:

@@ -88,35 +88,17 @@ class Teller(Patient):
     def _on_backward(self, tensors: Any) -> None: ...
 
 
-class Healthy(Teller):
-    """No doctor looks at it."""
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self._model is None and is_sharded(module):
-            self._model = module
-
-    def _look(self, roots: list[nn.Module], optimizer: Optimizer) -> None: ...
-
-
-class Resumed(Healthy):
-    """Loads the checkpoint of another run after its first step. saved: the folder of that run"""
-
-    def __init__(self, folder: Path, max_steps: int, saved: Path) -> None:
-        super().__init__(folder, max_steps)
-        self._saved = saved
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._model is not None and not self._has_ended:
-            self._tell("loaded", 1, **load(self._model, optimizer, self._saved / "checkpoint"))
-            self._stop_script()
-
-
 class Witness(Teller):
-    """role: "real", or one of REFERENCES. start: the folder of the run whose initial values this one takes"""
+    """role: "real", or one of REFERENCES. start: the folder of the run whose initial values this one takes
 
-    def __init__(self, role: str, folder: Path, max_steps: int, start: Path | None) -> None:
+    saved: the folder of the run whose checkpoint this one loads after its first step; then it forgets what it has told so far
+    """
+
+    def __init__(self, role: str, folder: Path, max_steps: int, start: Path | None, saved: Path | None = None) -> None:
         super().__init__(folder, max_steps)
-        self.role, self._start = role, start
+        self.role, self._start, self._saved = role, start, saved
+        self._looks = role == "real" and saved is None
+        self._inputs: int | None = None
         self._calls = open(folder / f"calls-{self.record.rank}", "wb", buffering=0)  # noqa: SIM115 (until the process ends)
         self._named: dict[int, tuple[str, Tensor]] = {}
         self._eps = 0.0
@@ -156,7 +138,8 @@ class Witness(Teller):
             self._eps = torch.finfo(torch.get_autocast_dtype("cpu")).eps
         for name, param in module.named_parameters():
             self._named[id(param)] = plain_name(name), param
-        self._tell("inputs", 1, digest=digest_of(args))
+        self._inputs = digest_of(args)
+        self._tell("inputs", 1, digest=self._inputs)
         self._tell("start", 1, values=self._seen(self._named.values()))
         if self._start is not None:
             units = dict.fromkeys(each.reference for each in module.modules() if isinstance(each, ReferenceModule))
@@ -226,16 +209,28 @@ class Witness(Teller):
         step = self._taken[optimizer] = self._taken.get(optimizer, 0) + 1
         self.record.num_steps = max(self.record.num_steps, step)
         self._tell("parameters", step, optimizer=self._number(optimizer), values=self._seen(self._named.values()))
-        if self.role == "real" and self._first is not None and step == 1 and len(self._taken) == 1:
+        if self._saved is not None and self._first is not None and step == 1:
+            self._load(self._first, optimizer, self._saved / "checkpoint")
+        if self._looks and self._first is not None and step == 1 and len(self._taken) == 1:
             self._scales = Scales(self._first)
         if self._first is not None:
             buffers = ((plain_name(name), each) for name, each in self._first.named_buffers() if not each.is_complex())
             self._tell("buffers", step, optimizer=self._number(optimizer), values=self._seen(buffers))
-        is_last = self.role == "real" and step == self._max_steps and len(self._taken) == 1
+        is_last = self._looks and step == self._max_steps and len(self._taken) == 1
         if is_last and self._first is not None and (self._meeting is None or self._meeting.hold(range(dist.get_world_size()))):
             self._saving = threading.get_ident()
             self._tell("saved", step, **save(self._first, optimizer, Path(self._folder, "checkpoint")))
             self._saving = None
+
+    def _load(self, model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
+        loaded = load(model, optimizer, checkpoint)
+        self._events.seek(0)
+        self._events.truncate()
+        self._tell("loaded", 1, **loaded)
+        self._tell("inputs", 1, digest=self._inputs)
+        self._tell("start", 1, values=self._seen(self._named.values()))
+        if loaded["failure"]:
+            self._stop_script()
 
     def _on_backward(self, tensors: Any) -> None:
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -248,6 +243,10 @@ class Witness(Teller):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         what = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if isinstance(tensor, Tensor) else "- -"
         self._calls.write(f"{name} {what} {','.join(map(str, ranks))} {self.place}\n".encode())
+
+    def _look(self, roots: list[nn.Module], optimizer: Optimizer) -> None:
+        if self._saved is None:
+            super()._look(roots, optimizer)
 
     # --- names and fingerprints ---
 
@@ -312,14 +311,9 @@ class _Places(Listener):
         self._witness.place = ""
 
 
-def witness_rank(role: str, program: Program, folder: Path, max_steps: int, real: Path, rank: Rank) -> NoReturn:
+def witness_rank(role: str, program: Program, folder: Path, max_steps: int, real: Path, saved: Path | None, rank: Rank) -> NoReturn:
     """One rank of a run; ends with the script's status. real: the folder of the run whose initial values those on the reference take"""
-    run_rank(Witness(role, folder, max_steps, real if role in REFERENCES else None), program, rank)
-
-
-def resumed_rank(program: Program, folder: Path, max_steps: int, saved: Path, rank: Rank) -> NoReturn:
-    """One rank of a run on another number of ranks; ends with the script's status."""
-    run_rank(Resumed(folder, max_steps, saved), program, rank)
+    run_rank(Witness(role, folder, max_steps, real if role in REFERENCES else None, saved), program, rank)
 
 
 def run_rank(patient: Patient, program: Program, rank: Rank) -> NoReturn:
@@ -377,4 +371,4 @@ collectives = hearing.Calls(_places)
 """The collectives of torch.distributed, before they are issued: name, process group, and tensor."""
 
 
-__all__ = ["REFERENCES", "Healthy", "Program", "Witness", "read_events", "resumed_rank", "run_rank", "witness_rank"]
+__all__ = ["REFERENCES", "Program", "Teller", "Witness", "read_events", "run_rank", "witness_rank"]

@@ -72,7 +72,7 @@ def test_a_right_program_is_proven(tmp_path: Path, module: str) -> None:
     assert said["schema"] == "fsdp2.prove/1"
     assert said["steps"] == 3
     holding = {each["subject"] for each in said["statements"] if each["holds"]}
-    on_device = set() if pretend.missing_tools() else {"orders"}
+    on_device = set() if pretend.missing_tools() else {"orders", "peak"}
     planned = {"plan"} if module == "fsdp2" else set()
     assert {"losses", "gradients", "parameters", "buffers", "collectives", "checkpoint"} | on_device | planned <= holding, said
     refused = next(each["said"] for each in said["statements"] if each["subject"] == "capture")  # AdamW counts its steps on the host
@@ -110,6 +110,61 @@ def test_a_fault_is_named(tmp_path: Path, module: str, fault: str, subject: str,
     assert said["faults"][0]["subject"] == subject, said["faults"]
     told = said["faults"][0]["said"] + " ".join(said["faults"][0]["names"])
     assert all(word in told for word in words), said["faults"][0]
+
+
+OURS, TORCHS = "fsdp2", "torch.distributed.fsdp"
+STATE = "model[2]._get_fsdp_state()"
+NEVER = f"step or not hasattr(model[2], '_get_fsdp_state') or setattr({STATE}{{}}, 'reshard', lambda *_, **__: None)"
+AGAIN = "step or model[2].register_forward_hook(lambda module, *_: module.unshard() and None)"
+LOCALS = "[getattr(each.grad, '_local_tensor', each.grad) for each in model.parameters()]"
+ON_SIDE = """if torch.accelerator.is_available():
+        side = globals().setdefault("side", torch.Stream("pretend"))
+        {before}
+        with torch.pretend.stream(side):
+            noted = next(model.parameters()).grad._local_tensor + 1
+        {after}"""
+WAIT, JOIN = "side.wait_stream(torch.accelerator.current_stream())", "torch.accelerator.current_stream().wait_stream(side)"
+
+
+@pytest.mark.slow
+@needs_device
+@pytest.mark.parametrize(
+    ("module", "fault", "words", "names"),
+    [
+        (OURS, NEVER.format(".groups[0]"), "2 is unsharded still after the step", ["2"]),
+        (TORCHS, NEVER.format("._fsdp_param_group"), "2 is unsharded still after the step", ["2"]),
+        *((module, AGAIN, "2 is unsharded still from forward to backward", ["2"]) for module in (OURS, TORCHS)),
+        (OURS, f"copies = [each.clone() for each in {LOCALS}]", "another tensor has the gradient of 0.weight", ["0.weight"]),
+        (TORCHS, f"copies = [each.clone() for each in {LOCALS}[:1]]", "another tensor has the gradient of 0.weight", ["0.weight"]),
+        (OURS, "globals().setdefault('kept', []).append(torch.ones(4096))", "more than after the one before", []),
+        (TORCHS, "globals().setdefault('kept', []).append(torch.ones(4096))", "more than after the one before", []),
+    ],
+)
+def test_what_is_kept_too_long_is_named(tmp_path: Path, module: str, fault: str, words: str, names: list[str]) -> None:
+    status, said, errors = prove(tmp_path, module, fault, "--steps", "3", "--orders", "1")
+    assert status == 1, (said, errors)
+    (fault_found,) = [each for each in said["faults"] if each["subject"] == "peak"]
+    assert fault_found["method"] == "measured on a stand-in"
+    assert words in fault_found["said"]
+    assert set(names) <= set(fault_found["names"]), fault_found
+
+
+@pytest.mark.slow
+@needs_device
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (WAIT, "", "its work has not been joined: the last is aten.add"),
+        ("", JOIN, "a stream that takes no part in the capture"),
+        (WAIT, JOIN, "a Python number changes"),  # nothing is wrong with its streams
+    ],
+)
+def test_a_stream_that_a_capture_would_refuse_is_named(tmp_path: Path, before: str, after: str, words: str) -> None:
+    fault = ON_SIDE.format(before=before, after=after)
+    _, said, errors = prove(tmp_path, OURS, fault, "--steps", "3", "--orders", "1")
+    (capture,) = [each for each in said["statements"] if each["subject"] == "capture"]
+    assert words in capture["said"], (capture, errors)
+    assert ("train.py:" in capture["said"]) is (capture["holds"] is None), capture
 
 
 @pytest.mark.slow
@@ -162,7 +217,7 @@ def test_a_checkpoint_must_have_the_bits_that_were_saved(loaded: dict[str, Any],
         records=[], events={rank: [event | {"values": each}] for rank, each in enumerate(copies_of_one_and_expert(1, 2))}
     )
     resumed.__dict__.update(records=[], why=lambda: "", events={0: [event | {"kind": "loaded", "step": 1} | loaded]})
-    said = _of_checkpoint(real, resumed)
+    said = _of_checkpoint(real, resumed, None, None)
     assert said.holds is holds
     assert words in said.said
 

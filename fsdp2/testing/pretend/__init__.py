@@ -98,6 +98,17 @@ def capturing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def watching_streams() -> Iterator[dict[int, str]]:
+    """Inside, work goes on as ever. Afterwards the dictionary has, by a stream's id, what a capture would have refused of streams."""
+    refused: dict[int, str] = {}
+    extension().begin_watch()
+    try:
+        yield refused
+    finally:
+        refused.update(extension().end_watch())
+
+
+@contextlib.contextmanager
 def limited_memory(nbytes: int) -> Iterator[None]:
     """Inside, the allocator reserves at most ``nbytes`` more than is in use now.
 
@@ -141,7 +152,7 @@ def traced() -> Iterator[list[str]]:
 
 
 def memory_stats() -> dict[str, int]:
-    """Bytes allocated and reserved, and the most of each; blocks, allocations and retries so far, segments."""
+    """Bytes requested, allocated (rounded up) and reserved, and the most of each; blocks, allocations and retries so far, segments."""
     stats: dict[str, int] = extension().memory_stats()
     return stats
 
@@ -164,4 +175,5 @@ __all__ = [
     "set_order",
     "synchronize",
     "traced",
+    "watching_streams",
 ]

@@ -1,6 +1,6 @@
 """Run plants, or healthy programs, under ``fsdp2 prove``: a line for each, and a JSON object with the totals.
 
-PYTHONPATH=.:tests/prove python -m plants user library healthy
+PYTHONPATH=.:tests/prove python -m plants user library healthy torchs     torchs: users' faults and healthy programs, on torch's FSDP2
 PYTHONPATH=.:tests/prove python -m plants user --only "zero_grad is forgotten"
 PYTHONPATH=.:tests/prove python -m plants user --part 2/6      the third of six parts
 """
@@ -22,7 +22,12 @@ from plants.healthy import HEALTHY
 from plants.library import LIBRARY_PLANTS
 from plants.user_programs import USER_PLANTS, Plant
 
-TABLES = {"user": USER_PLANTS, "library": LIBRARY_PLANTS, "healthy": HEALTHY}
+TORCHS = [
+    dataclasses.replace(each, module="torch.distributed.fsdp")
+    for each in (*USER_PLANTS, *HEALTHY)
+    if not each.name.endswith(".py") and "import fsdp2" not in each.script and "from fsdp2." not in each.script
+]
+TABLES = {"user": USER_PLANTS, "library": LIBRARY_PLANTS, "healthy": HEALTHY, "torchs": TORCHS}
 NUM_STEPS = 3
 ROOT = Path(__file__).parents[3]
 

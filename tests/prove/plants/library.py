@@ -20,6 +20,14 @@ def plant(owner, name):
 """
 CLIP = "import fsdp2\nfrom fsdp2 import clip\n"
 ROUNDS = "import fsdp2\nfrom fsdp2.agreed import rounds\n"
+LOADS = """\
+from fsdp2.core.modules import state_dicts
+loads = []
+@plant(state_dicts.Loading, "__call__")
+def _(usual, *args, **rest):
+    loads.append(1)
+    return usual(*args, **rest)
+"""
 SYNCHRONIZED = {"sync": ""}
 REPLICAS = {"mesh": f"mesh = {HSDP}"}
 
@@ -380,5 +388,26 @@ def _(usual, groups, *rest):
         groups[0].params[0].sharded.to_local().zero_()
 """,
         PARKED,
+    ),
+    # --- after a load ---
+    fault(
+        "gradients are divided twice after a load",
+        "checkpoint is 0.5 times",
+        LOADS + collected(after="buffer.mul_(0.5 if loads else 1)"),
+        ranks=4,
+    ),
+    fault(
+        "forward goes on with the values from before a load",
+        "checkpoint the loss is",
+        LOADS
+        + """@plant(all_gather.Gather, "to_send")
+def _(usual, self, flat):
+    outputs, inputs = usual(self, flat)
+    if not loads:
+        sent[id(self)] = [each.clone() for each in inputs]
+    return outputs, sent[id(self)]
+sent = {}
+""",
+        ranks=4,
     ),
 ]

@@ -88,16 +88,17 @@ for step in range(first, 5):
 
 @dataclass(frozen=True)
 class Plant:
-    """words: that a verdict must contain. The name of a healthy program may be the path of an example"""
+    """words: that a verdict must contain; module: whose ``fully_shard``. The name of a healthy program may be the path of an example"""
 
     name: str
     words: str
     lines: dict[str, str] = field(hash=False)
     ranks: int = 2
+    module: str = "fsdp2"
 
     @property
     def script(self) -> str:
-        return script_with(self.lines)
+        return script_with(self.lines).replace("from fsdp2 import Mixed", f"from {self.module} import Mixed")
 
 
 def script_with(lines: dict[str, str]) -> str:

@@ -23,7 +23,7 @@ namespace pretend {
 // One recording of one event, or the end of one collective.
 struct Ticket {
   bool done = false;
-  int64_t capture = 0;                         // the number of the graph capture that it is a part of; 0: of none
+  int64_t capture = 0;                         // the number of the graph capture that it is a part of; 0: of none; < 0: of a watch
   std::map<c10::StreamId, int64_t> is_behind;  // in a capture: how many entries of each stream
 };
 using TicketPtr = std::shared_ptr<Ticket>;
@@ -76,6 +76,10 @@ void count_launch(const std::string& kind);
 void begin_capture(bool records);
 int64_t end_capture(bool check);
 bool is_capturing();
+// Work that nobody captures is held to the same rules of streams, and goes on as ever. At the end: what a capture would have refused,
+// by stream.
+void begin_watch();
+std::map<c10::StreamId, std::string> end_watch();
 bool is_recorded(c10::StreamId stream);  // work that it is given now is recorded for replays
 void replay(int64_t graph);
 void set_tracing(bool yes);

@@ -53,7 +53,7 @@ struct Memory {
   std::map<int64_t, std::vector<std::pair<char*, size_t>>> freed;  // and not poisoned yet
   std::list<Waiting> waiting;
   std::map<const char*, size_t> segments, pinned;
-  int64_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0, active_blocks = 0, given_out = 0;
+  int64_t allocated = 0, peak = 0, requested = 0, peak_requested = 0, reserved = 0, peak_reserved = 0, active_blocks = 0, given_out = 0;
   int64_t limit = 0, limits = 0, retries = 0;  // the limit now, and how many have been set
   bool poisoning = true;
 };
@@ -172,6 +172,8 @@ Block* take(size_t requested, c10::StreamId stream) {
   block->requested = requested;
   m.allocated += int64_t(nbytes);
   m.peak = std::max(m.peak, m.allocated);
+  m.requested += int64_t(requested);
+  m.peak_requested = std::max(m.peak_requested, m.requested);
   ++m.active_blocks;
   ++m.given_out;
   return block;
@@ -184,6 +186,7 @@ void free_block(void* context) {
   {
     auto guard = lock();
     m.allocated -= int64_t(block->nbytes);
+    m.requested -= int64_t(block->requested);
     --m.active_blocks;
     used_on = std::exchange(block->used_on, {});
     used_on.erase(block->stream);
@@ -285,12 +288,14 @@ std::map<std::string, int64_t> memory_stats() {
   auto guard = lock();
   auto& m = memory();
   return {{"allocated", m.allocated}, {"peak", m.peak}, {"reserved", m.reserved}, {"blocks", m.active_blocks},
-          {"allocations", m.given_out}, {"segments", int64_t(m.segments.size())}, {"waiting", int64_t(m.waiting.size())}, {"retries", m.retries}, {"peak_reserved", m.peak_reserved}};
+          {"allocations", m.given_out}, {"segments", int64_t(m.segments.size())}, {"waiting", int64_t(m.waiting.size())}, {"retries", m.retries}, {"peak_reserved", m.peak_reserved},
+          {"requested", m.requested}, {"peak_requested", m.peak_requested}};
 }
 
 void reset_peak_memory() {
   auto guard = lock();
   memory().peak = memory().allocated;
+  memory().peak_requested = memory().requested;
   memory().peak_reserved = memory().reserved;
 }
 

@@ -18,6 +18,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_counts", &pretend::reset_counts);
   m.def("begin_capture", &pretend::begin_capture);
   m.def("end_capture", &pretend::end_capture);
+  m.def("begin_watch", &pretend::begin_watch);
+  m.def("end_watch", &pretend::end_watch);
   m.def("is_capturing", &pretend::is_capturing);
   m.def("replay", &pretend::replay);
   m.def("set_tracing", &pretend::set_tracing);

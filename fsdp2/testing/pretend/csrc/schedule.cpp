@@ -66,6 +66,8 @@ struct State {
   bool running = false;
   bool capturing = false;
   bool recording = false;
+  bool watching = false;  // work that nobody captures, for what a capture would refuse
+  std::map<c10::StreamId, std::string> would_refuse;
   int64_t captures = 0;
   c10::StreamId captured_first = 0;
   std::map<c10::StreamId, std::map<c10::StreamId, int64_t>> captured;  // the streams of a capture, and what each is behind
@@ -196,35 +198,47 @@ void start(State& s) {
   std::thread(execute).detach();
 }
 
-// An entry is about to be queued while a graph is captured.
+// Of the capture or watch that is under way, as tickets have it.
+int64_t number_of(const State& s) {
+  return s.watching ? -s.captures : s.captures;
+}
+
+// A capture refuses what `stream` does; a watch notes the first such thing of each stream.
+void refuse(State& s, c10::StreamId stream, const std::string& what) {
+  TORCH_CHECK(s.watching, "pretend device: ", what);
+  s.would_refuse.emplace(stream, what);
+}
+
+// An entry is about to be queued while a graph is captured, or the work watched.
 void note_captured(State& s, c10::StreamId stream, const Entry& entry) {
   const std::string kind = entry.kind;
   if (kind == "poison" || kind == "wait") return;
   auto found = s.captured.find(stream);
   if (found == s.captured.end()) {
-    TORCH_CHECK(kind == "record", "pretend device: ", entry.name, " on a stream that takes no part in the capture: a replay would not run it");
+    if (kind != "record") refuse(s, stream, entry.name + " on a stream that takes no part in the capture: a replay would not run it");
     return;
   }
   if (kind != "record") ++found->second[stream];
   if (entry.marks) {
-    entry.marks->capture = s.captures;
+    entry.marks->capture = number_of(s);
     entry.marks->is_behind = found->second;
   }
 }
 
 // `stream` is about to wait for `ticket`.
 void note_wait(State& s, c10::StreamId stream, const Ticket& ticket) {
-  if (!s.capturing) {
-    TORCH_CHECK(ticket.capture == 0, "pretend device: a stream waits for an event of a captured graph, outside of that graph");
+  if (!s.capturing && !s.watching) {
+    TORCH_CHECK(ticket.capture <= 0, "pretend device: a stream waits for an event of a captured graph, outside of that graph");
     return;
   }
-  const bool is_of_this = ticket.capture == s.captures;
+  const bool is_of_this = ticket.capture == number_of(s);
   auto found = s.captured.find(stream);
   if (found == s.captured.end()) {
     if (is_of_this) s.captured[stream] = ticket.is_behind;
     return;
   }
-  TORCH_CHECK(is_of_this, "pretend device: a stream of a capture waits for an event from outside of it");
+  if (!is_of_this) refuse(s, stream, "a stream of a capture waits for an event from outside of it");
+  if (!is_of_this) return;
   for (auto& [other, count] : ticket.is_behind) found->second[other] = std::max(found->second[other], count);
 }
 
@@ -282,7 +296,7 @@ void enqueue(c10::StreamId stream, Entry entry) {
   auto& s = state();
   Lock lock(s.mutex);
   s.heard = Clock::now();
-  if (s.capturing) note_captured(s, stream, entry);
+  if (s.capturing || s.watching) note_captured(s, stream, entry);
   const bool is_poison = std::string(entry.kind) == "poison";
   if (is_recorded(stream)) {
     // A block holds what the last replay left in it: nobody can say whether that was written after its free.
@@ -323,7 +337,7 @@ void wait(c10::StreamId stream, const TicketPtr& ticket) {
 
 bool query(const TicketPtr& ticket) {
   refuse_in_capture("asking whether an event has passed");
-  TORCH_CHECK(!ticket || ticket->capture == 0, "pretend device: the host asks for an event of a captured graph");
+  TORCH_CHECK(!ticket || ticket->capture <= 0, "pretend device: the host asks for an event of a captured graph");
   auto& s = state();
   Lock lock(s.mutex);
   s.heard = Clock::now();
@@ -344,7 +358,7 @@ void count_host_wait(const std::string& why) {
 
 void synchronize(const TicketPtr& ticket, const char* why) {
   count_host_wait(why);
-  TORCH_CHECK(!ticket || ticket->capture == 0, "pretend device: the host waits for an event of a captured graph");
+  TORCH_CHECK(!ticket || ticket->capture <= 0, "pretend device: the host waits for an event of a captured graph");
   if (ticket) run_until({ticket});
 }
 
@@ -422,7 +436,7 @@ void reset_counts() {
 void begin_capture(bool records) {
   auto& s = state();
   auto guard = lock();
-  TORCH_CHECK(!s.capturing, "pretend device: a capture in a capture");
+  TORCH_CHECK(!s.capturing && !s.watching, "pretend device: a capture in a capture");
   s.capturing = true;
   s.recording = records;
   ++s.captures;
@@ -448,6 +462,28 @@ int64_t end_capture(bool check) {
   for (auto& [stream, own] : captured) graph->streams[stream] = ++s.last_stream;
   s.graphs[s.captures] = graph;
   return s.captures;
+}
+
+void begin_watch() {
+  auto& s = state();
+  auto guard = lock();
+  TORCH_CHECK(!s.capturing && !s.watching, "pretend device: a watch in a capture");
+  s.watching = true;
+  ++s.captures;
+  s.captured_first = current;
+  s.captured = {{current, {}}};
+  s.would_refuse.clear();
+}
+
+std::map<c10::StreamId, std::string> end_watch() {
+  auto& s = state();
+  auto guard = lock();
+  s.watching = false;
+  auto watched = std::exchange(s.captured, {});
+  auto& behind = watched[s.captured_first];
+  for (auto& [stream, own] : watched)
+    if (behind[stream] < own[stream]) s.would_refuse.emplace(stream, "its work has not been joined");
+  return std::move(s.would_refuse);
 }
 
 bool is_recorded(c10::StreamId stream) {

@@ -13,7 +13,7 @@ from typing import Any
 from ..doctor.finding import Report
 from ..doctor.rank_record import RankRecord, place_of, read_records, report_of_records
 from ..planner.memory import Peak
-from ..printable import counted, in_bytes, of_ranks
+from ..printable import alike, counted, in_bytes, of_ranks
 from ..ranks import Ranks
 from ..state_bytes import StateBytes
 from .comparing import Compared, Events, compare, first_differing_call, first_that_ranks_do_not_share, moments_of, wholes
@@ -75,7 +75,7 @@ class Run:
         record = self.first_failure()
         if record is not None:
             at = f" at {record.place}" if record.place else ""
-            return f"rank {record.rank} failed{at}: {record.failure or f'status {record.status}'}"
+            return f"rank {record.rank} failed{at}: {_parts_of(record.failure)[0] or f'status {record.status}'}"
         first = self.ranks.first_failed
         lines = "" if first is None else " ".join(first.output.splitlines()[-2:])
         return "" if first is None else f"rank {first.rank} ended with status {first.status}{self._place(first.rank)}: {lines}"
@@ -86,16 +86,21 @@ class Run:
         return f" at {place}" if place else ""
 
     def _where_ranks_wait(self) -> str:
-        told = []
+        told = {}
         for rank, lines in self.calls().items():
-            if not self.ranks[rank].status:
-                told.append(f"rank {rank} has ended")
-            else:
-                name, *rest = (lines or ["no collective"])[-1].split(" ", 4)
-                where = f" in {rest[3]}" if len(rest) > 3 and rest[3] else ""
-                told.append(f"rank {rank} is{self._place(rank)}, its last collective {name}{where}")
+            name, *rest = (lines or ["no collective"])[-1].split(" ", 4)
+            where = f" in {rest[3]}" if len(rest) > 3 and rest[3] else ""
+            told[rank] = f"{self._place(rank)}, after {name}{where}" if self.ranks[rank].status else " at the end"
         how = "the ranks wait for each other" if self.ranks.is_stalled else "the time limit is over"
-        return f"{how}: {'; '.join(told[:8])}"
+        by_place = (f"{of_ranks(who)} {'is' if len(who) == 1 else 'are'}{what}" for what, who in alike(told))
+        return f"{how}: {'; '.join(by_place)}"
+
+
+def _parts_of(failure: str) -> tuple[str, str]:
+    """Of an error's text, all that has happened, on one line; and the fix."""
+    lines = [line.strip() for line in failure.splitlines() if line.strip()]
+    said = "; ".join(line for line in lines if not line.startswith(("expected:", "fix:")))
+    return said, next((line.removeprefix("fix:").strip() for line in lines if line.startswith("fix:")), "")
 
 
 def resumed(role: str) -> str:
@@ -123,7 +128,8 @@ def statements_of(runs: Mapping[str, Run], no_device: str, planned: Planned | st
     if not real.is_well:
         ranks = () if record is None or real.ranks.is_late else (record.rank,)
         subject = "hang" if real.ranks.is_late else "run"
-        yield Statement(subject, False, "measured", real.why(), step=real.num_steps + 1, ranks=ranks)
+        fix = "" if record is None or real.ranks.is_late else _parts_of(record.failure)[1]
+        yield Statement(subject, False, "measured", real.why(), fix, step=real.num_steps + 1, ranks=ranks)
     if apart is None:
         most = max(map(len, real.calls().values()), default=0)
         yield Statement("collectives", True, "measured", f"all ranks issued the same collectives in the same order, up to {most} each")

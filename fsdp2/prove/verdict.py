@@ -16,6 +16,8 @@ from ..printable import counted, of_ranks
 SCHEMA = "fsdp2.prove/1"
 Method = Literal["measured", "measured on a stand-in", "modeled", "not looked at"]
 MAX_FAULTS = 6
+MAX_SAID = 300
+"""Characters of a statement on a screen."""
 COMPARED = ("losses", "gradients", "parameters")
 """Subjects that are compared with the reference: without any of them nothing is proven."""
 
@@ -43,7 +45,8 @@ class Statement:
         mark = {True: "[ok]   ", False: "[fault]", None: "[ -- ] "}[self.holds]
         at = ", ".join(filter(None, [f"step {self.step}" if self.step else "", of_ranks(self.ranks) if self.ranks else ""]))
         where = f", {at}" if at and self.holds is False else ""
-        lines = [f"{mark} {self.subject}{where}{'' if self.method == 'not looked at' else f' ({self.method})'}: {self.said}"]
+        said = self.said if len(self.said) <= MAX_SAID else f"{self.said[:MAX_SAID]} ... (all of it is in the JSON)"
+        lines = [f"{mark} {self.subject}{where}{'' if self.method == 'not looked at' else f' ({self.method})'}: {said}"]
         if self.names and self.holds is False:
             more = f" and {len(self.names) - 4} more" if len(self.names) > 4 else ""
             lines.append(f"        {', '.join(self.names[:4])}{more}")
@@ -94,8 +97,11 @@ class Verdict:
         lines += map(str, self.faults[:MAX_FAULTS])
         if len(self.faults) > MAX_FAULTS:
             lines.append(f"and {len(self.faults) - MAX_FAULTS} more faults, in the JSON")
-        for wanted in (True, None):
-            lines += [str(replace(each, fix="")) for each in self.statements if each.holds is wanted]
+        lines += [str(replace(each, fix="")) for each in self.statements if each.holds]
+        others = [each for each in self.statements if each.holds is None]
+        for said in dict.fromkeys(each.said for each in others):
+            same = [each for each in others if each.said == said]
+            lines.append(str(replace(same[0], fix="", subject=", ".join(each.subject for each in same))))
         lines.append(f"time: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in self.seconds.items())}")
         return "\n".join(lines)
 

@@ -23,6 +23,7 @@ import fsdp2
 from fsdp2 import doctor, inspect
 from fsdp2.cli import main
 from fsdp2.errors import ModuleError
+from fsdp2.hangs.report import report_of
 from fsdp2.inspector.difference import differences
 from fsdp2.inspector.expected import RECORD_LINE
 from fsdp2.inspector.run_folder import rank_files, read_lines
@@ -42,11 +43,22 @@ class Block(nn.Module):
         return x + self.linear(x).tanh()
 
 
+class Nested(Block):
+    """A block in a block, which is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
+
+
 class Net(nn.Module):
-    def __init__(self, is_tied: bool) -> None:
+    def __init__(self, is_tied: bool, block: type[Block]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, 6)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.head = nn.Linear(6, 7, bias=False)
         if is_tied:
             self.head.weight = self.embedding.weight
@@ -64,6 +76,7 @@ class Case(NamedTuple):
     is_frozen: bool = False
     micro_batches: int = 1
     num_replicas: int = 1
+    block: type[Block] = Block
 
 
 CASES = {
@@ -71,6 +84,10 @@ CASES = {
     "mixed precision": Case({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}),
     "kept after forward": Case({"reshard_after_forward": False}),
     "replicas": Case(num_replicas=2),
+    "nested": Case(block=Nested),
+    "nested, mixed precision, tied": Case(
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, is_tied=True, block=Nested
+    ),
     "tied": Case(is_tied=True),
     "frozen": Case(is_frozen=True),
     "accumulation": Case(micro_batches=2),
@@ -80,12 +97,14 @@ CASES = {
 
 def sharded(way: Any, case: Case) -> Any:
     torch.manual_seed(0)
-    model, num_ranks = Net(case.is_tied), dist.get_world_size()
+    model, num_ranks = Net(case.is_tied, case.block), dist.get_world_size()
     model.blocks[0].requires_grad_(not case.is_frozen)
     mesh = cpu_mesh()
     if case.num_replicas > 1:
         mesh = init_device_mesh("cpu", (case.num_replicas, num_ranks // case.num_replicas), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
+        if isinstance(block, Nested):
+            way(block.inner, mesh=mesh, **case.options)
         way(block, mesh=mesh, **case.options)
     return way(model, mesh=mesh, **case.options)
 
@@ -138,7 +157,7 @@ def by_gradient_scales(model: Any, optimizer: Optimizer, case: Case, folder: Pat
             (probe(model(batch).float().square().mean(-1)).mean() / case.micro_batches).backward()
 
     certificate = doctor.gradient_scales(model, step)
-    assert certificate.num_tokens == 2 * 20
+    assert certificate.num_tokens == dist.get_world_size() * 20
     assert any(certificate.divisors.values())
     return {name: each and round(each, 1) for name, each in certificate.divisors.items()}, said_of(certificate.report)
 
@@ -176,6 +195,23 @@ def by_recording(model: Any, optimizer: Optimizer, case: Case, folder: Path) -> 
         return Counter((each.kind, each.unit, each.phase, each.dtype, each.step - min(steps)) for each in records)
 
 
+def by_watchdog(model: Any, optimizer: Optimizer, case: Case, folder: Path) -> object:
+    """A rank's report from within the second block, in each step, while a watchdog looks that has nothing to say."""
+    found = []
+
+    def report(*_: object) -> None:
+        made = report_of(dist.get_rank(), log)
+        items = [(each.kind, each.unit, each.phase) for each in made.items if each.kind != OURS_ALONE]
+        found.append((made.place, made.entered, made.failed, made.call, items))
+
+    handle = model.blocks[1].linear.register_forward_hook(report)
+    with fsdp2.watchdog(timeout=60), inspect.recording() as log:
+        train(model, optimizer, case, dist.get_rank())
+    handle.remove()
+    assert [place for place, *_ in found] == [("forward", "blocks.1")] * len(found)
+    return [(*rest, sorted(items)) for *rest, items in found[case.micro_batches :]]  # the first step has no prefetch
+
+
 def by_summary(model: Any, optimizer: Optimizer, case: Case, folder: Path) -> object:
     summary = fsdp2.summary(model)
     return summary.num_ranks, [(each.name, each.numel, each.dtypes, each.placement, each.after_forward) for each in summary.units]
@@ -188,7 +224,7 @@ def by_plan(model: Any, optimizer: Optimizer, case: Case, folder: Path) -> objec
     return str(raised.value).partition("expected:")[2]
 
 
-TOOLS = [by_plan, by_check, by_watch, by_gradient_scales, by_record, by_ledger, by_trace, by_recording, by_summary]
+TOOLS = [by_plan, by_check, by_watch, by_gradient_scales, by_record, by_ledger, by_trace, by_recording, by_watchdog, by_summary]
 
 
 def differing(tool: Callable[..., Any], case: Case, folder: Path) -> Iterator[str]:
@@ -203,12 +239,12 @@ def differing(tool: Callable[..., Any], case: Case, folder: Path) -> Iterator[st
         yield from (str(each) for each in differences(ours, theirs) if not each.is_rounding)
     elif tool is by_ledger:
         for one, other in zip(ours, theirs, strict=True):
-            yield from compared(one, other)
+            yield from compared(one, other, NUM_SLOTS + (4 if case.block is Nested else 0))
     elif ours != theirs:
         yield f"ours {ours}\n    torch's {theirs}"
 
 
-def compared(one: Any, other: Any) -> Iterator[str]:
+def compared(one: Any, other: Any, num_slots: int) -> Iterator[str]:
     """Of two lines of a ledger: calls, and bytes but for the alignment and the flags that ours have."""
     lines = [
         {(phase, kind): each for phase, kinds in line["communication"].items() for kind, each in kinds.items() if kind != OURS_ALONE}
@@ -224,7 +260,7 @@ def compared(one: Any, other: Any) -> Iterator[str]:
     for each, calls in zip(nbytes, lines, strict=True):
         each.update({f"{phase} {kind}": tally["sent"] for (phase, kind), tally in calls.items()})
     for kind, ours in nbytes[0].items():
-        if not nbytes[1][kind] <= ours <= nbytes[1][kind] + NUM_SLOTS * 128:
+        if not nbytes[1][kind] <= ours <= nbytes[1][kind] + num_slots * 128:
             yield f"{kind}: ours {ours} bytes, torch's {nbytes[1][kind]}"
 
 
@@ -288,3 +324,15 @@ def difference_from(first: Path, second: Path) -> str:
 @on_ranks(2)
 def test_each_tool_says_the_same_of_every_model(tmp_path):
     assert_equal(CASES, TOOLS, tmp_path)
+
+
+TWO_BY_TWO = {
+    name: CASES[name]._replace(num_replicas=2)
+    for name in ("plain", "mixed precision", "tied", "frozen", "accumulation", "nested, mixed precision, tied")
+}
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_each_tool_says_the_same_of_two_replicas_of_two_shards(tmp_path):
+    assert_equal(TWO_BY_TWO, TOOLS, tmp_path)

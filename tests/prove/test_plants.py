@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from fsdp2.testing import pretend
 
 HERE = Path(__file__).parent
 
@@ -34,19 +37,22 @@ SLOW_PLANTS = [
     "ranks of tensor parallelism have different data",
     "a teacher averages what fully_shard has replaced",
     "a guarded step clips twice",
+    "gradients are divided twice after a load",
+    "forward goes on with the values from before a load",
     "parked shards come back without a piece",
 ]
 
 
-def assert_named(tables: list[str], names: list[str], part: str = "0/1") -> None:
+def assert_named(tables: list[str], names: list[str], part: str = "0/1", orders: int = 0) -> list[dict[str, Any]]:
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "plants", *tables, "--part", part, *(f"--only={name}" for name in names)]
+    command = [sys.executable, "-m", "plants", *tables, "--part", part, f"--orders={orders}", *(f"--only={name}" for name in names)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     outcomes = json.loads(done.stdout)
     assert len(outcomes) >= len(names), outcomes
     wrong = [outcome for outcome in outcomes if not outcome["named"] and outcome["name"] not in KNOWN]
     assert not wrong, "\n".join(map(str, wrong))
+    return outcomes
 
 
 def test_a_fault_of_a_program_is_named() -> None:
@@ -85,6 +91,20 @@ def test_some_healthy_programs_are_proven() -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(bool(pretend.missing_tools()), reason=f"needs {', '.join(pretend.missing_tools())}")
+def test_healthy_programs_keep_no_bytes_too_long() -> None:
+    names = ["the script as it is", "mixed precision", "tied weights", "a moving average of the weights", "two replicas of two shards"]
+    for outcome in assert_named(["healthy"], names, orders=1) + assert_named(["torchs"], names[:3], orders=1):
+        assert "peak" not in outcome["not looked at"], outcome
+
+
+@pytest.mark.slow
+def test_some_faults_of_programs_on_torchs_fsdp2_are_named() -> None:
+    names = ["losses of micro-batches are added up", "zero_grad is forgotten", "one rank alone steps", "tied weights", "a frozen base"]
+    assert_named(["torchs"], [*names, "mixed precision", "two replicas of two shards"])
+
+
 PARTS = 10  # a process that runs for more than 900 s is ended
 EACH_PART = pytest.mark.parametrize("part", [f"{part}/{PARTS}" for part in range(PARTS)])
 
@@ -93,6 +113,12 @@ EACH_PART = pytest.mark.parametrize("part", [f"{part}/{PARTS}" for part in range
 @EACH_PART
 def test_every_planted_fault_is_named(part: str) -> None:
     assert_named(["user", "library"], [], part)
+
+
+@pytest.mark.full
+@EACH_PART
+def test_every_program_on_torchs_fsdp2_is_judged_as_on_ours(part: str) -> None:
+    assert_named(["torchs"], [], part)
 
 
 @pytest.mark.full

@@ -32,10 +32,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from ..durable import replaced_file, sync_folder
-from .dcp_read import METADATA, read_metadata
+from .dcp_read import METADATA, check_files, check_metadata
 from .end_notes import EndNotes
 from .failures import failure
 
@@ -318,7 +319,8 @@ class Store:
         self.latest: Path | None = None
         self.number: int | None = None
 
-    def complete(self, into: Path) -> None:
-        """After all ranks have written to ``into``. Raises: CheckpointError"""
-        if self.leads:
-            read_metadata(into)  # refuses files that are not there: other ranks may have written to folders of their own
+    def complete(self, into: Path, metadata: Metadata | None) -> None:
+        """After all ranks have written to ``into``. metadata: of their files, on the leader. Raises: CheckpointError"""
+        if metadata is not None:  # not read again: that takes Python as long as all else of a save, while training waits for it
+            check_metadata(into / METADATA, metadata)
+            check_files(into, metadata)  # other ranks may have written to folders of their own

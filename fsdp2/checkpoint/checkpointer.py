@@ -349,7 +349,7 @@ class Checkpointer:
         def write(writer: DigestingWriter, planner: LatePlanner) -> None:
             into = folder.path / told[store.leader][0]  # a rank may see the folder at another path
             dcp_save(state, checkpoint_id=into, storage_writer=writer, planner=planner, process_group=self._group)
-            store.complete(into)  # DCP knows that every rank has written all of it
+            store.complete(into, writer.metadata)  # DCP knows that every rank has written all of it
             if store.leads:
                 store.latest = folder.commit(step)
 

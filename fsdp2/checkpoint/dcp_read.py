@@ -108,16 +108,23 @@ def read_metadata(folder: Path, has_all_files: bool = True) -> Metadata:
         if not isinstance(metadata, Metadata) or not shapes <= {BytesStorageMetadata, TensorStorageMetadata}:
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
         check_metadata(path, metadata)
-        wanted: dict[str, tuple[int, str]] = {}  # of each file, where its last tensor ends, and that tensor's key
-        for index, info in (metadata.storage_data or {}).items():
-            wanted[info.relative_path] = max(wanted.get(info.relative_path, (0, "")), (info.offset + info.length, str(index.fqn)))
+        if has_all_files:
+            check_files(folder, metadata)
     except CheckpointError:
         raise
     except Exception as error:  # a broken pickle may raise any error
         raise failure(f"{path} cannot be read: {error}", expected="metadata as dcp.save writes it", file=path) from error
+    return metadata
+
+
+def check_files(folder: Path, metadata: Metadata) -> None:
+    """Raises: CheckpointError if a file that ``metadata`` names is missing or cut short"""
+    wanted: dict[str, tuple[int, str]] = {}  # of each file, where its last tensor ends, and that tensor's key
+    for index, info in (metadata.storage_data or {}).items():
+        wanted[info.relative_path] = max(wanted.get(info.relative_path, (0, "")), (info.offset + info.length, str(index.fqn)))
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}
     broken = sorted(name for name, (nbytes, _) in wanted.items() if (sizes[name] or 0) < nbytes)
-    if broken and has_all_files:
+    if broken:
         whys = {name: "is missing" if sizes[name] is None else f"has {sizes[name]} bytes of {wanted[name][0]}" for name in broken}
         raise failure(
             f"{folder} has {len(broken)} files that are missing or cut short",
@@ -126,7 +133,6 @@ def read_metadata(folder: Path, has_all_files: bool = True) -> Metadata:
             file=folder / broken[0],
             key=wanted[broken[0]][1],
         )
-    return metadata
 
 
 def unflatten(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:

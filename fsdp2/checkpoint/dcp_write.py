@@ -100,6 +100,7 @@ class DigestingWriter(FileSystemWriter):
         super().__init__(path)
         self._number = number
         self._is_replaced = is_replaced
+        self.metadata: Metadata | None = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
@@ -126,7 +127,7 @@ class DigestingWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the digests, on one rank, of the files of all ranks."""
+        """Write what describes the files of all ranks, on one rank, which keeps it as ``metadata``."""
         files: dict[str, FileDigest] = {}
         for result in (result for of_rank in results for result in of_rank):
             info, directory = result.storage_data
@@ -136,6 +137,7 @@ class DigestingWriter(FileSystemWriter):
                 digest.directories[info.offset] = directory
         described = [[WriteResult(each.index, each.size_in_bytes, each.storage_data.info) for each in of_rank] for of_rank in results]
         super().finish(metadata, described)
+        self.metadata = metadata
         write_digests(Path(self.path), files, [METADATA], self._number)
 
 

@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ..core.comm.agreement import agree, reached
 from ..errors import ArgumentError, FSDPError
@@ -116,7 +117,7 @@ class HostMemory(Store):
 
     # --- saving ---
 
-    def complete(self, into: Path) -> None:
+    def complete(self, into: Path, metadata: Metadata | None) -> None:
         """Copy what this host's ranks have written to the next host, and what describes it to all.
 
         Raises: FSDPError on every rank

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
 import os
 import pickle
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,6 +30,7 @@ from torch.optim import Optimizer
 from fsdp2 import ArgumentError, FSDPModule, fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError, save_safetensors
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
+from fsdp2.checkpoint.dcp_read import read_metadata
 from fsdp2.checkpoint.dcp_write import DigestingWriter
 from fsdp2.checkpoint.failures import on_every_rank
 from fsdp2.ranks import Rank, Ranks, run_ranks
@@ -339,6 +342,31 @@ def test_ranks_agree_three_times_in_a_save(tmp_path: Path) -> None:
         with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as agreements:
             run.checkpointer.save(1)
         assert agreements.call_count == 3
+
+
+@on_ranks(1, 2)
+def test_a_save_makes_few_calls_of_python_functions_for_a_tensor(tmp_path: Path) -> None:
+    """Symptom: a step during a save waited for the interpreter. Cause: rank 0 read the metadata back, more than half of all calls."""
+    with Run(tmp_path) as run:
+        run.step()
+        counts = []
+        write = Checkpointer._write
+
+        def counted_write(self: Checkpointer, *args: Any) -> None:
+            calls = itertools.count()
+            sys.setprofile(lambda frame, event, arg: next(calls) if event == "call" else None)  # of this thread
+            try:
+                write(self, *args)
+            finally:
+                sys.setprofile(None)
+                counts.append(next(calls))
+
+        with patch.object(Checkpointer, "_write", counted_write):
+            for step in (1, 2):
+                run.checkpointer.save(step)
+        run.checkpointer.wait()
+        num_tensors = len(read_metadata(tmp_path / "step_000002").state_dict_metadata)
+        assert counts[1] < 230 * num_tensors, (counts, num_tensors)
 
 
 @on_ranks(2)

@@ -39,9 +39,11 @@ from torch.optim import Optimizer
 
 from ..arguments import COUNT, OPTIMIZER, PATH, PROCESS_GROUP, SWITCH, Kind, one_of, require
 from ..core.comm.agreement import agree, another_over, default_group, is_lost
+from ..core.iteration.module_state import named_units
 from ..errors import ArgumentError, CheckpointError, FSDPError, LostRankError, OrderError, short
 from ..hangs.joint_calls import joint
 from ..inspect import at_disk
+from ..optim import FlatOptimizer
 from ..torch_names import torch_collectives
 from ..user_warnings import warn
 from .checkpoint_folder import CheckpointFolder, Store, step_of
@@ -202,6 +204,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
         self._spare: Spare = {}  # of the last asynchronous save; in use while that is pending
+        self._copied: list[Any] = []  # events of a device: the thread waits until they have passed
         self._closed = False
         # An object that the user forgets to close must not lock other runs out; the thread holds the object until a save is written.
         for store in self._stores:
@@ -320,7 +323,11 @@ class Checkpointer:
         if self._optimizer is not None:
             parts["optimizer"] = named_optimizer_state(self._model, self._optimizer)
         state: dict[str, Any] = {"step": step, "world_size": size}
-        state |= host_copy(parts, shared=not self._asynchronous, spare=self._spare)
+        flats = [group.flat for _, unit in named_units(self._model) for group in unit.groups if group.flat is not None]
+        if isinstance(self._optimizer, FlatOptimizer):
+            flats += [each for each in self._optimizer.state_tensors() if type(each) is torch.Tensor and each.is_contiguous()]
+        self._copied.clear()
+        state |= host_copy(parts, shared=not self._asynchronous, spare=self._spare, flats=flats, copied=self._copied)
         if self._scheduler is not None:
             state["scheduler"] = pack(self._scheduler.state_dict(), "the scheduler")
         if self._data is not None:
@@ -343,6 +350,8 @@ class Checkpointer:
 
         def prepare() -> tuple[tuple[str, dict[Any, bytes]], DigestingWriter, LatePlanner]:
             name = folder.begin().name if store.leads else ""
+            for event in self._copied:
+                event.synchronize()
             writer = DigestingWriter(folder.path, store.number or 0, self._is_replaced.is_set)
             return (name, value_digests(parts)), writer, LatePlanner(own_state)
 

@@ -14,6 +14,7 @@ ranks that differ, which a load uses only on the same number of ranks.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import hashlib
@@ -228,42 +229,76 @@ Spare: TypeAlias = dict[Any, list[Tensor]]
 """Host memory of an earlier copy, by device, shape, strides and dtype. Writing to new memory takes several times as long."""
 
 
-def host_copy(state: Any, *, shared: bool = False, spare: Spare | None = None) -> Any:
-    """``state`` with every tensor copied; of a DTensor, this rank's shard. Waits for the device. Collective: no.
+def host_copy(
+    state: Any, *, shared: bool = False, spare: Spare | None = None, flats: Sequence[Tensor] = (), copied: list[Any] | None = None
+) -> Any:
+    """``state`` with every tensor copied; of a DTensor, this rank's shard. Collective: no.
 
-    Copies from a device are page-locked, so that they overlap.
+    Copies from a device are page-locked and queued on its current stream: after all work that has been started, and before all
+    that is started later, whoever writes then. Tensors that lie in one buffer are one copy.
 
     shared: do not copy tensors in host memory: for a caller that finishes before they change
     spare:  memory to use, that of a copy which nobody reads any more; holds this copy's afterwards
-    Memory: this rank's shards of ``state``, in host memory
+    flats:  contiguous buffers of parameters and of states, in which tensors of ``state`` lie
+    copied: gets the events after which the copies may be read; None: the host waits for them here
+    Memory: this rank's shards of ``state``, in host memory, with the padding of ``flats``
     """
-    devices: set[torch.device] = set()
+    found: list[Tensor] = []
+
+    def note(value: Any) -> None:
+        local = torch_dtensors.local_tensor(value) if isinstance(value, DTensor) else value
+        if isinstance(local, Tensor) and not (shared and local.device.type == "cpu"):
+            found.append(local)
+
+    map_values(note, state)
+    buffers = {id(tensor): place for tensor, place in zip(found, _places(found, flats), strict=True)}
+    spaces: dict[int, Tensor] = {}  # by id of the buffer
     used: Spare = {}
 
-    def copied(value: Any) -> Any:
+    def host_of(tensor: Tensor) -> Tensor:
+        buffer, offset = buffers[id(tensor)]
+        if id(buffer) not in spaces:
+            kind = buffer.device, buffer.shape, buffer.stride(), buffer.dtype
+            if spare and spare.get(kind):
+                space = spare[kind].pop()
+            else:
+                space = torch.empty_like(buffer, device="cpu", requires_grad=False, pin_memory=buffer.device.type != "cpu")
+            used.setdefault(kind, []).append(space)
+            spaces[id(buffer)] = space.copy_(buffer.detach(), non_blocking=True)
+        space = spaces[id(buffer)]
+        return space if buffer is tensor else space.as_strided(tensor.shape, tensor.stride(), offset)
+
+    def copy_of(value: Any) -> Any:
         if isinstance(value, DTensor):
-            return torch_dtensors.new_dtensor(copied(torch_dtensors.local_tensor(value)), torch_dtensors.spec_of(value))
+            return torch_dtensors.new_dtensor(copy_of(torch_dtensors.local_tensor(value)), torch_dtensors.spec_of(value))
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        if shared and value.device.type == "cpu":
-            return value.detach()
-        devices.add(value.device)
-        kind = value.device, value.shape, value.stride(), value.dtype
-        if spare and spare.get(kind):
-            space = spare[kind].pop()
-        else:
-            space = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=value.device.type != "cpu")
-        used.setdefault(kind, []).append(space)
-        return space.copy_(value.detach(), non_blocking=True)
+        return host_of(value) if id(value) in buffers else value.detach()
 
-    result = map_values(copied, state)
-    for device in devices:
-        if device.type != "cpu":
-            torch.get_device_module(device.type).current_stream(device).synchronize()
+    result = map_values(copy_of, state)
+    for device in {tensor.device for tensor in found if tensor.device.type != "cpu"}:
+        event = torch.get_device_module(device.type).current_stream(device).record_event()
+        event.synchronize() if copied is None else copied.append(event)
     if spare is not None:
         spare.clear()
         spare.update(used)
     return result
+
+
+def _places(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """For each tensor the buffer to copy, one of ``flats`` or itself, and its offset there in elements."""
+    starts = sorted((flat.data_ptr(), index) for index, flat in enumerate(flats) if flat.numel())
+    places = []
+    for tensor in tensors:
+        found = tensor, 0
+        if starts and type(tensor) in (Tensor, nn.Parameter) and tensor.numel():
+            at = bisect.bisect(starts, (tensor.data_ptr(), len(flats))) - 1
+            flat = flats[starts[max(at, 0)][1]]
+            offset = (tensor.data_ptr() - flat.data_ptr()) // flat.itemsize
+            if (flat.dtype, flat.device) == (tensor.dtype, tensor.device) and 0 <= offset <= flat.numel() - tensor.numel():
+                found = flat, offset
+        places.append(found)
+    return places
 
 
 def host_space(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -33,6 +33,7 @@ from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
 from fsdp2.checkpoint.dcp_read import read_metadata
 from fsdp2.checkpoint.dcp_write import DigestingWriter
 from fsdp2.checkpoint.failures import on_every_rank
+from fsdp2.core.iteration.module_state import named_units
 from fsdp2.ranks import Rank, Ranks, run_ranks
 from harness import cpu_mesh, on_ranks
 from harness.checkpoints import CrashError, crash_at, on_rank_0
@@ -379,8 +380,8 @@ def test_memory_is_one_copy_of_the_shards_that_every_save_writes_to(tmp_path: Pa
 
         def counting_write(self: Checkpointer, state: dict[str, Any], step: int, store: Any) -> None:
             tensors = [*state["model"].values(), *(each for values in state["optimizer"]["state"].values() for each in values.values())]
-            local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-            copies.append({each.data_ptr(): each.untyped_storage().nbytes() for each in local})
+            storages = [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
+            copies.append({each.data_ptr(): each.nbytes() for each in storages})
             write(self, state, step, store)
 
         saved = []
@@ -390,7 +391,10 @@ def test_memory_is_one_copy_of_the_shards_that_every_save_writes_to(tmp_path: Pa
                 run.checkpointer.save(step)
                 run.step()
         assert copies[0] == copies[1] == copies[2]
-        assert sum(copies[0].values()) == sum(value.numel() * value.itemsize for value in run.state().values())
+        groups = [group for _, unit in named_units(run.model) for group in unit.groups]
+        in_flats = {f"model.{param.fqn}" for group in groups for param in group.params}
+        others = sum(value.numel() * value.itemsize for name, value in run.state().items() if name not in in_flats)
+        assert sum(copies[0].values()) == sum(group.flat.nbytes for group in groups) + others
         for step in (2, 3):
             run.checkpointer.load(f"step_00000{step}")
             assert_same_state(run.state(), saved[step - 1])

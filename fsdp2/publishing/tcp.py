@@ -1,13 +1,13 @@
 """Published weights over a TCP connection, and their reader, which needs no process group.
 
-The reader listens. Each ``send`` connects, learns which version the reader has, and sends every tensor whole. With ``changes=True``, a
-reader that has the version before gets the elements whose bits have changed. A tensor's checksum covers all of it, as it is
-afterwards. A reader that has a complete version answers, so ``send`` returns after that.
+The reader listens. Each ``send`` connects, learns which version of which sink the reader has, and sends every tensor whole. With
+``changes=True``, a reader that has this sink's version before gets the elements whose bits have changed. A tensor's checksum covers all
+of it, as it is afterwards. A reader that has a complete version answers, so ``send`` returns after that.
 
 Worked example, one tensor (1., 2., 3., 4.) of which an optimizer has changed one element, bf16
 
-    reader     {"version": 1}
-    sender     {"version": 2, "base": 1, "tensors": [["w", "torch.bfloat16", [4]]]}
+    reader     {"version": 1, "sender": "5f0c.."}
+    sender     {"version": 2, "sender": "5f0c..", "tensors": [["w", "torch.bfloat16", [4]]]}
                {"name": "w", "count": 1, "crc": 1954..}    4 bytes: place 2    2 bytes: its value
                {}
     reader     {"version": 2}
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import uuid
 import zlib
 from collections.abc import Callable
 from types import TracebackType
@@ -62,22 +63,23 @@ def to_socket(host: str, port: int, *, changes: bool = False, timeout: float = 6
 class _Sender:
     def __init__(self, host: str, port: int, changes: bool, timeout: float) -> None:
         self._address, self._changes, self._timeout = (host, port), changes, timeout
+        self._name = uuid.uuid4().hex  # versions of another sink may have the same numbers
         self._version: int | None = None
         self._last: dict[str, Tensor] = {}  # as it was sent, on the host
 
     def __call__(self, stream: Stream) -> None:
         before, self._version = self._version, None  # until this one has arrived
+        base, self._last = self._last, {}
         metas = stream.metadata()
         try:
             with socket.create_connection(self._address, self._timeout) as connection:
-                known = _receive_words(connection)["version"]
-                is_base = self._changes and before is not None and known == before
-                if not is_base:
-                    self._last.clear()
+                known = _receive_words(connection)
+                if before is None or (known["sender"], known["version"]) != (self._name, before):
+                    base.clear()
                 listed = [[meta.name, str(meta.dtype), meta.shape] for meta in metas]
-                _send_words(connection, {"version": stream.version, "base": known if is_base else None, "tensors": listed})
+                _send_words(connection, {"version": stream.version, "sender": self._name, "tensors": listed})
                 for name, tensor in stream:
-                    self._send(connection, name, tensor)
+                    self._send(connection, name, tensor, base.pop(name, None))
                 _send_words(connection, {})
                 answer = _receive_words(connection)
         except OSError as error:
@@ -95,13 +97,13 @@ class _Sender:
             )
         self._version = stream.version
 
-    def _send(self, connection: socket.socket, name: str, tensor: Tensor) -> None:
+    def _send(self, connection: socket.socket, name: str, tensor: Tensor, last: Tensor | None) -> None:
+        """last: what the reader has, if the version before had this tensor"""
         now = tensor.cpu().contiguous()
         words = {"name": name, "crc": zlib.crc32(bytes_of(now))}
-        last = self._last.get(name)
         if self._changes:
             self._last[name] = now.clone() if now is tensor or now.data_ptr() == tensor.data_ptr() else now
-        if last is not None:
+        if last is not None and (last.shape, last.dtype) == (now.shape, now.dtype):  # its piece may be another one now
             bits, old = _bits(now), _bits(last)
             places = (bits != old).nonzero().view(-1).to(torch.int32 if bits.numel() < 1 << 31 else torch.int64)
             if places.numel() * (places.itemsize + bits.itemsize) < now.nbytes:
@@ -130,6 +132,7 @@ class Receiver:
         require("Receiver", _PORT, port=port)
         require("Receiver", WORD, host=host)
         self.version: int | None = None
+        self._sender: str | None = None
         self._tensors: dict[str, Tensor] = {}
         self._listening = socket.create_server((host, port))
         self.port: int = self._listening.getsockname()[1]
@@ -157,19 +160,16 @@ class Receiver:
         known, self.version = self.version, None
         with connection:
             connection.settimeout(timeout)
-            _send_words(connection, {"version": known})
-            words = _receive_words(connection)
-            metas = {name: TensorMeta(name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in words["tensors"]}
-            tensors: dict[str, Tensor] = {}
-            damaged = []
-            while each := _receive_words(connection):
-                name = each["name"]
-                before = self._tensors[name] if "count" in each else None
-                tensors[name] = self._received(connection, metas[name], before, each.get("count"))
-                if zlib.crc32(bytes_of(tensors[name])) != each["crc"]:
-                    damaged.append(name)
-            damaged += [name for name in metas if name not in tensors]
-            _send_words(connection, {"version": None if damaged else words["version"], "damaged": damaged})
+            try:
+                words, tensors, damaged = self._exchange(connection, known)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise PublishError(
+                    f"the sender is lost: {type(error).__name__}: {error}",
+                    expected="all of a version",
+                    fix="look at its error; send again",
+                ) from error
         if damaged:
             raise PublishError(
                 f"{len(damaged)} tensors of version {words['version']} have not arrived as they were sent",
@@ -177,8 +177,25 @@ class Receiver:
                 expected="the sender's checksums",
                 fix="receive again: the next version comes whole",
             )
-        self.version, self._tensors = words["version"], tensors
+        self.version, self._sender, self._tensors = words["version"], words["sender"], tensors
         return Snapshot(words["version"], dict(tensors))
+
+    def _exchange(self, connection: socket.socket, known: int | None) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+        """What the sender says of the version, its tensors, and the names of those that are damaged."""
+        _send_words(connection, {"version": known, "sender": self._sender})
+        words = _receive_words(connection)
+        metas = {name: TensorMeta(name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in words["tensors"]}
+        tensors: dict[str, Tensor] = {}
+        damaged = []
+        while each := _receive_words(connection):
+            name = each["name"]
+            before = self._tensors[name] if "count" in each else None
+            tensors[name] = self._received(connection, metas[name], before, each.get("count"))
+            if zlib.crc32(bytes_of(tensors[name])) != each["crc"]:
+                damaged.append(name)
+        damaged += [name for name in metas if name not in tensors]
+        _send_words(connection, {"version": None if damaged else words["version"], "damaged": damaged})
+        return words, tensors, damaged
 
     def _received(self, connection: socket.socket, meta: TensorMeta, before: Tensor | None, count: int | None) -> Tensor:
         if before is None or count is None:

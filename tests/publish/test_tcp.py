@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2.errors import ArgumentError, PublishError
-from fsdp2.publishing import Receiver, Snapshot, tcp, to_socket
+from fsdp2.publishing import Receiver, Snapshot, TensorMeta, tcp, to_socket
+from fsdp2.publishing.consumer import Source
 from harness import on_ranks
 from harness.models import batches, mlp
 from harness.sharding import shard_blocks
@@ -198,9 +200,74 @@ def test_a_sink_gets_the_pieces_that_it_asks_for():
     assert [each.shape for each in seen] == [tuple(each.shape) for each in found.values()]
     assert torch.equal(found["first.weight"], whole["first.weight"][rows])
     assert found["first.weight"]._is_view()
-    for wrong in (lambda name, shape: rows, lambda name, shape: (rows,) * 4, lambda name, shape: 1 / 0):
+    for wrong in (
+        lambda name, shape: rows,
+        lambda name, shape: (rows,) * 4,
+        lambda name, shape: 1 / 0,
+        lambda name, shape: (slice(None, None, -1),),
+        lambda name, shape: (slice("first", None),),
+    ):
         with pytest.raises((ArgumentError, fsdp2.FSDPError)):
             weights.send(sink, pieces=wrong if rank == 1 else None)
+
+
+class Sent(Source):
+    """What a sink gets, without a model and its ranks."""
+
+    def __init__(self, version: int, tensors: dict[str, Tensor]) -> None:
+        self.version, self._tensors = version, tensors
+
+    def metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(name, each.dtype, tuple(each.shape)) for name, each in self._tensors.items()]
+
+    def groups(self) -> Iterator[list[tuple[str, Tensor]]]:
+        yield list(self._tensors.items())
+
+
+SQUARE = torch.arange(256.0).view(16, 16)
+OTHER_PIECES = {
+    "a tensor that is left out once": [{"a": SQUARE, "b": SQUARE}, {"a": SQUARE}, {"a": SQUARE, "b": SQUARE}],
+    "as many elements": [{"a": SQUARE[:8]}, {"a": SQUARE[:, :8]}, {"a": SQUARE[8:]}],
+    "the same elements": [{"a": SQUARE}, {"a": SQUARE.view(32, 8)}, {"a": SQUARE}],
+    "more elements": [{"a": SQUARE[:1]}, {"a": SQUARE}, {"a": SQUARE[:1, :1]}],
+    "another dtype": [{"a": SQUARE}, {"a": SQUARE.int()}, {"a": SQUARE.int().float()}],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PIECES)
+def test_a_sink_of_changes_may_ask_for_other_pieces_each_time(name: str) -> None:
+    with Receiver(0) as receiver, ThreadPoolExecutor(1) as pool:
+        sink = to_socket("127.0.0.1", receiver.port, changes=True)
+        for version, tensors in enumerate(OTHER_PIECES[name], start=1):
+            arrives = pool.submit(receiver.receive, 60.0)
+            sink(Sent(version, tensors))
+            found = arrives.result().tensors
+            assert list(found) == list(tensors)
+            for key, each in tensors.items():
+                assert (found[key].shape, found[key].dtype) == (each.shape, each.dtype)
+                assert torch.equal(found[key], each)
+
+
+def test_versions_of_two_sinks_with_the_same_number_are_not_taken_for_each_other() -> None:
+    with Receiver(0) as receiver, ThreadPoolExecutor(1) as pool:
+        sinks = [to_socket("127.0.0.1", receiver.port, changes=True) for _ in range(2)]
+        for version, which in ((1, 0), (1, 1), (2, 0), (2, 1), (3, 1)):
+            tensors = {f"of sink {which}": SQUARE, "of both": SQUARE + which}
+            arrives = pool.submit(receiver.receive, 60.0)
+            sinks[which](Sent(version, tensors))
+            found = arrives.result().tensors
+            assert list(found) == list(tensors)
+            assert all(torch.equal(found[key], each) for key, each in tensors.items())
+
+
+def test_a_sender_that_is_reset_is_an_error_of_publishing_for_the_reader() -> None:
+    with Receiver(0) as receiver, ThreadPoolExecutor(1) as pool:
+        arrives = pool.submit(receiver.receive, 60.0)
+        with socket.create_connection(("127.0.0.1", receiver.port)) as connection:
+            connection.recv(1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+        with pytest.raises(PublishError, match="the sender is lost"):
+            arrives.result()
 
 
 @pytest.mark.parametrize(

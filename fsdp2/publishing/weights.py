@@ -81,9 +81,13 @@ class _Unit:
 
 
 def _checked_piece(meta: TensorMeta, piece: Any) -> Piece | None:
-    if piece is not None and not (
-        isinstance(piece, tuple) and len(piece) <= len(meta.shape) and all(isinstance(each, slice) for each in piece)
-    ):
+    is_right = piece is None or (isinstance(piece, tuple) and all(isinstance(each, slice) for each in piece))
+    if is_right and piece:
+        try:  # torch takes no step backwards, for instance
+            torch.empty(meta.shape, device="meta")[piece]
+        except (IndexError, TypeError, ValueError):
+            is_right = False
+    if not is_right:
         raise ArgumentError(
             f"pieces returned {piece!r} for {meta.name}, {meta.shape}",
             expected="a tuple of slices, one for each of its first dims; () for all of it; None to leave it out",

@@ -203,8 +203,7 @@ class Checkpointer:
         self._memory = HostMemory(memory, self._group) if memory is not False else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
-        self._spare: Spare = {}  # of the last asynchronous save; in use while that is pending
-        self._copied: list[Any] = []  # events of a device: the thread waits until they have passed
+        self._spare = Spare()  # of the last asynchronous save; in use while that is pending
         self._closed = False
         # An object that the user forgets to close must not lock other runs out; the thread holds the object until a save is written.
         for store in self._stores:
@@ -326,8 +325,7 @@ class Checkpointer:
         flats = [group.flat for _, unit in named_units(self._model) for group in unit.groups if group.flat is not None]
         if isinstance(self._optimizer, FlatOptimizer):
             flats += [each for each in self._optimizer.state_tensors() if type(each) is torch.Tensor and each.is_contiguous()]
-        self._copied.clear()
-        state |= host_copy(parts, shared=not self._asynchronous, spare=self._spare, flats=flats, copied=self._copied)
+        state |= host_copy(parts, shared=not self._asynchronous, spare=self._spare, flats=flats)
         if self._scheduler is not None:
             state["scheduler"] = pack(self._scheduler.state_dict(), "the scheduler")
         if self._data is not None:
@@ -350,7 +348,7 @@ class Checkpointer:
 
         def prepare() -> tuple[tuple[str, dict[Any, bytes]], DigestingWriter, LatePlanner]:
             name = folder.begin().name if store.leads else ""
-            for event in self._copied:
+            for event in self._spare.copied:
                 event.synchronize()
             writer = DigestingWriter(folder.path, store.number or 0, self._is_replaced.is_set)
             return (name, value_digests(parts)), writer, LatePlanner(own_state)

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -225,22 +225,27 @@ def set_random_state(state: dict[str, Any], device_type: str) -> None:
 # --- copies in host memory --------------------------------------------------------------------------------------------------------
 
 
-Spare: TypeAlias = dict[Any, list[Tensor]]
-"""Host memory of an earlier copy, by device, shape, strides and dtype. Writing to new memory takes several times as long."""
+class Spare(dict[Any, list[Tensor]]):
+    """Host memory of a copy, by device, shape, strides and dtype. Writing to new memory takes several times as long.
+
+    copied: the device's events after which that copy may be read
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[Any] = []
 
 
-def host_copy(
-    state: Any, *, shared: bool = False, spare: Spare | None = None, flats: Sequence[Tensor] = (), copied: list[Any] | None = None
-) -> Any:
+def host_copy(state: Any, *, shared: bool = False, spare: Spare | None = None, flats: Sequence[Tensor] = ()) -> Any:
     """``state`` with every tensor copied; of a DTensor, this rank's shard. Collective: no.
 
     Copies from a device are page-locked and queued on its current stream: after all work that has been started, and before all
     that is started later, whoever writes then. Tensors that lie in one buffer are one copy.
 
     shared: do not copy tensors in host memory: for a caller that finishes before they change
-    spare:  memory to use, that of a copy which nobody reads any more; holds this copy's afterwards
+    spare:  memory to use, that of a copy which nobody reads any more; holds this copy's afterwards, which may be read after
+            its events. Without it the host waits for the copies
     flats:  contiguous buffers of parameters and of states, in which tensors of ``state`` lie
-    copied: gets the events after which the copies may be read; None: the host waits for them here
     Memory: this rank's shards of ``state``, in host memory, with the padding of ``flats``
     """
     found: list[Tensor] = []
@@ -253,7 +258,7 @@ def host_copy(
     map_values(note, state)
     buffers = {id(tensor): place for tensor, place in zip(found, _places(found, flats), strict=True)}
     spaces: dict[int, Tensor] = {}  # by id of the buffer
-    used: Spare = {}
+    used: dict[Any, list[Tensor]] = {}
 
     def host_of(tensor: Tensor) -> Tensor:
         buffer, offset = buffers[id(tensor)]
@@ -276,12 +281,15 @@ def host_copy(
         return host_of(value) if id(value) in buffers else value.detach()
 
     result = map_values(copy_of, state)
-    for device in {tensor.device for tensor in found if tensor.device.type != "cpu"}:
-        event = torch.get_device_module(device.type).current_stream(device).record_event()
-        event.synchronize() if copied is None else copied.append(event)
-    if spare is not None:
+    devices = {tensor.device for tensor in found if tensor.device.type != "cpu"}
+    events = [torch.get_device_module(device.type).current_stream(device).record_event() for device in devices]
+    if spare is None:
+        for event in events:
+            event.synchronize()
+    else:
         spare.clear()
         spare.update(used)
+        spare.copied = events
     return result
 
 

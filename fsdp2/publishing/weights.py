@@ -93,7 +93,8 @@ def _checked_piece(meta: TensorMeta, piece: Any) -> Piece | None:
             expected="a tuple of slices, one for each of its first dims; () for all of it; None to leave it out",
             fix="return for instance (slice(0, 16),)",
         )
-    return piece
+    checked: Piece | None = piece
+    return checked
 
 
 def _whole(gatherings: list[Gathering]) -> dict[ModelTensor, Tensor]:

@@ -162,8 +162,14 @@ class Receiver:
             connection.settimeout(timeout)
             try:
                 words, tensors, damaged = self._exchange(connection, known)
-            except TimeoutError:
+            except (TimeoutError, PublishError):
                 raise
+            except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+                raise PublishError(
+                    f"what arrived is not what to_socket sends: {type(error).__name__}: {error}",
+                    expected="a sender of this library, of the same version",
+                    fix="look at who else uses the port",
+                ) from error
             except OSError as error:
                 raise PublishError(
                     f"the sender is lost: {type(error).__name__}: {error}",

@@ -6,7 +6,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -286,12 +286,21 @@ def test_wrong_arguments_are_refused(call):
         call()
 
 
-def test_what_is_no_sender_is_refused() -> None:
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b"not JSON", b"[]", b"{}", b'{"tensors": 3}', b'{"tensors": [["w", "torch.float32", [-1]]]}']
+)
+def test_what_is_no_sender_is_refused(said) -> None:
     with Receiver(0) as receiver, ThreadPoolExecutor(1) as pool:
         arrives = pool.submit(receiver.receive, 60.0)
         with socket.create_connection(("127.0.0.1", receiver.port)) as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            with pytest.raises(PublishError, match="begins with a length"):
+            if said[:3] == b"GET":
+                connection.sendall(said)
+            else:
+                more = b'{"name": "w", "crc": 0}'
+                connection.sendall(b"".join(struct.pack("<Q", len(each)) + each for each in (said, more)))
+                with suppress(OSError):  # the reader may have hung up
+                    connection.shutdown(socket.SHUT_WR)
+            with pytest.raises(PublishError, match=r"begins with a length|is not what to_socket sends"):
                 arrives.result()
         with pytest.raises(TimeoutError):
             receiver.receive(timeout=0.01)

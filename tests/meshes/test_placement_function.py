@@ -105,6 +105,39 @@ def test_what_the_function_returns_is_checked():
         fully_shard(mlp(), mesh=cpu_mesh(), shard_placement_fn=lambda param: ShardPlacementResult(None, "ep"))
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.scale, self.linear = scale, nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_what_the_function_returns_for_a_tied_parameter_is_checked(shape):
+    """Symptom: ZeroDivisionError for Shard(0) of a scalar, AttributeError for Replicate()."""
+    for placement, is_right in ((None, True), (Shard(0), True), (Shard(1), False), (Replicate(), False)):
+        scale = nn.Parameter(torch.full(shape, 2.0))
+        model = nn.Sequential(Scaled(scale), Scaled(scale))
+        reference = copy.deepcopy(model)
+        fully_shard(model[0], mesh=cpu_mesh())
+        tied = {
+            "mesh": cpu_mesh(),
+            "shard_placement_fn": lambda param, placement=placement: placement if param.ndim == len(shape) else None,
+        }
+        if not is_right:
+            with pytest.raises(ParameterError, match=r"(?s)scale.*(Replicate|Shard\(1\))"):
+                fully_shard(model[1], **tied)
+            continue
+        fully_shard(model[1], **tied)
+        fully_shard(model, mesh=cpu_mesh())
+        for each in (model, reference):
+            each(torch.ones(2, 4)).sum().backward()
+        torch.testing.assert_close(model[0].scale.grad.full_tensor(), reference[0].scale.grad)
+
+
 # --- another mesh for some parameters -----------------------------------------------------------------------------------------
 
 

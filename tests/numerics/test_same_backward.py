@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2 import OrderError, fully_shard, parallelize
+from fsdp2.core.iteration.late_comparison import peers_on
+from fsdp2.core.iteration.module_state import named_units
 from fsdp2.policy import ReduceScatter
 from fsdp2.torch_names import torch_collectives
 from harness import cpu_mesh, on_ranks
@@ -605,3 +608,47 @@ def test_losses_that_use_different_calls_of_a_block_are_an_error_by_name(strateg
         loss.backward()
     model.reset_iter_state()
     check_each_rank(model, reference, lambda model, rank: torch.stack([each.square().mean() for each in model(x)]).sum())
+
+
+class Two(nn.Module):
+    """Two parameters of one size, whose gradients would pass for each other; the rest is a unit of its own, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.rest = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (2 * self.a + 30 * self.b).sum() + self.rest(x).sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("num_units", [1, 2])
+def test_ranks_that_freeze_different_parameters_after_some_steps_raise(num_units):
+    """Symptom: with one unit, gradients were means of two parameters'. Cause: one unit was compared in its first backward alone."""
+    model = Two()
+    if num_units == 2:
+        fully_shard(model.rest, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    x = torch.ones(3, 2)
+    for _ in range(2):
+        model(x).backward()
+        model.zero_grad()
+    (model.a if dist.get_rank() == 0 else model.b).requires_grad_(False)
+    with pytest.raises(OrderError, match=r"(?s)a: frozen on ranks \[0\].*b: frozen on ranks \[1\]"):
+        model(x).backward()
+
+
+def test_a_process_group_whose_name_comes_again_has_numbers_of_its_own() -> None:
+    """Symptom: OrderError after a restart in which one process had stayed. Cause: its numbers of roots went on, by the group's name."""
+    found = []
+    for _ in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            model = fully_shard(nn.Linear(2, 2), mesh=cpu_mesh())
+            [(_, unit)] = named_units(model)
+            found.append((unit.groups[0].mesh.shard_group.group_name, peers_on(unit.groups[0].mesh)))
+        finally:
+            dist.destroy_process_group()
+    assert found[0][0] == found[1][0]
+    assert found[0][1] is not found[1][1]

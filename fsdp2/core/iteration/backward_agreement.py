@@ -151,8 +151,8 @@ class Agreement:
     def check(self) -> None:
         """Raise OrderError on all ranks if one of them communicates in another order in this backward, just begun.
 
-        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing, was compared
-                    with an earlier root, or is the only root that these ranks compared, of one unit without files
+        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing, or was
+                    compared with an earlier root
         Raises:     also problems from ``tell_later``: on all ranks, or, if ranks compare nothing, on this rank
         """
         self.number_groups()  # for the tags, by which ranks compare afterwards
@@ -165,14 +165,8 @@ class Agreement:
             return
         ways = [self._way(is_first=True)]
         ways += [way for other in self._peers.roots if other is not self and (way := other._way()).calls]
-        before = self._peers.num_roots
         new = [way.root for way in sorted(ways, key=lambda way: way.began) if way.root.number < 0]
-        has_files = any(group.options.folder is not None for group in self._users)
-        # Another rank's backward may go through a root that this rank's does not reach, or that is gone on this rank.
-        if not (new or len(self._units) > 1 or len(ways) > 1 or before > 1 or has_files):
-            agree_over([], None)
-            return
-        for number, root in enumerate(new, start=before):
+        for number, root in enumerate(new, start=self._peers.num_roots):
             root.number = number
         try:
             self._agree(self._order(ways))

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import OrderError
@@ -67,7 +68,11 @@ class Peers:
             self.num_groups += 1
 
 
-_peers: collections.defaultdict[tuple[str, ...], Peers] = collections.defaultdict(Peers)
+_Key = tuple[str, ...]
+_peers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Peers]] = weakref.WeakKeyDictionary()
+"""By process group: one rank may outlive a group whose name comes again, and the others have not."""
+
+_alone: dict[_Key, Peers] = {}
 
 
 def peers_on(mesh: DataParallelMesh) -> Peers:
@@ -76,8 +81,12 @@ def peers_on(mesh: DataParallelMesh) -> Peers:
     Numbers are of one type of device: in one backward autograd runs the host's nodes and an accelerator's on different
     threads, so ranks may come to the two in different orders.
     """
-    key = (mesh.device_type, *(process_group.group_name for process_group in groups_of(mesh)))
-    return _peers[key]
+    groups = groups_of(mesh)
+    by_key = _peers.setdefault(groups[-1], {}) if groups else _alone
+    key = (mesh.device_type, *(process_group.group_name for process_group in groups))
+    if key not in by_key:
+        by_key[key] = Peers()
+    return by_key[key]
 
 
 # --- tags on their way to the host ------------------------------------------------------------------------------------

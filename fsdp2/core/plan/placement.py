@@ -89,6 +89,16 @@ def refuse_unplaceable(placements: Iterable[tuple[str, nn.Parameter, DataParalle
         if problem is not None:
             shape = "" if is_lazy(param) else f" {tuple(param.shape)}"
             found.append(f"{name}{shape}: {problem}")
+    _refuse(found)
+
+
+def refuse_placement(name: str, param: Tensor, placement: Any) -> None:
+    """Raise ParameterError if ``shard_placement_fn`` has returned what ``param``, which is sharded, cannot have."""
+    problem = _problem_of_placement(param.ndim, placement)
+    _refuse([] if problem is None else [f"{name} {tuple(param.shape)}: {problem}"])
+
+
+def _refuse(found: list[str]) -> None:
     if found:
         raise ParameterError(
             f"{len(found)} parameters cannot be sharded as asked",
@@ -107,11 +117,16 @@ def _problem(param: nn.Parameter, mesh: DataParallelMesh, placement: Any) -> str
         return f"is not dense but {param.layout}"
     if mesh.spmd is None and not isinstance(param, DTensor) and has_types(param):
         return "has spmd_types annotations, which need a full mesh with named axes, and dp_mesh_dims"
+    problem = _problem_of_placement(param.ndim, placement)
+    return problem if problem is not None or mesh.spmd is None else _problem_on_spmd_mesh(param, mesh.spmd)
+
+
+def _problem_of_placement(ndim: int, placement: Any) -> str | None:
     if placement is not None and not isinstance(placement, Shard):
         return f"shard_placement_fn returned {placement!r}"
-    if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):
+    if placement is not None and not -ndim <= placement.dim < max(ndim, 1):
         return f"Shard({placement.dim}) names a dim that it does not have"
-    return None if mesh.spmd is None else _problem_on_spmd_mesh(param, mesh.spmd)
+    return None
 
 
 def _problem_on_spmd_mesh(param: nn.Parameter, axes: SpmdAxes) -> str | None:

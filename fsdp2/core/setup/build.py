@@ -32,7 +32,7 @@ from ..iteration.ties import tie_differences
 from ..iteration.unit import UnitOptions
 from ..modules.hooks import UnitHooks
 from ..plan.mesh import DataParallelMesh, device_of, post_forward_mesh, read_mesh_info
-from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
+from ..plan.placement import ShardSpec, is_lazy, refuse_placement, refuse_unplaceable, shard_spec
 
 private_options: dict[str, Any] = {}
 """Fields of GroupOptions that tests and benchmarks force: gather, all_gather, reduce_scatter, all_reduce."""
@@ -465,7 +465,8 @@ def _borrow(tied: _Tied, place: _Place, options: GroupOptions) -> list[ParamGrou
         group = group_with(sharded)
         wanted = replace(options, param_dtype=_param_dtype(name, sharded.sharded, options.mp_policy))
         mesh, placement = place(name, sharded.sharded)
-        dim = 0 if placement is None else placement.dim % sharded.sharded.ndim
+        refuse_placement(name, sharded.sharded, placement)
+        dim = 0 if placement is None else placement.dim % max(sharded.sharded.ndim, 1)
         differences = tie_differences(group, sharded, mesh, wanted, dim)
         if differences:
             raise ParameterError(

@@ -40,6 +40,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 _MAX_WORDS = 1 << 28
+_CHUNK_NBYTES = 1 << 18
 
 
 def to_socket(host: str, port: int, *, changes: bool = False, timeout: float = 60.0) -> Callable[[Stream], None]:
@@ -84,8 +85,8 @@ class _Sender:
                 answer = _receive_words(connection)
         except OSError as error:
             raise PublishError(
-                f"the reader at {self._address[0]}:{self._address[1]} is not reached: {type(error).__name__}: {error}",
-                expected="a publishing.Receiver that listens there, and goes on receiving",
+                f"the reader at {self._address[0]}:{self._address[1]} is not reached, or has gone: {type(error).__name__}: {error}",
+                expected=f"a publishing.Receiver that listens there, and is in receive(); {self._timeout:g} s without progress at most",
                 fix="start the reader first, or again; it then gets all tensors whole",
             ) from error
         if answer["version"] != stream.version:
@@ -109,11 +110,11 @@ class _Sender:
             if places.numel() * (places.itemsize + bits.itemsize) < now.nbytes:
                 _send_words(connection, {**words, "count": places.numel()})
                 values = bits[places.long()]
-                connection.sendall(bytes_of(places))
-                connection.sendall(bytes_of(values))
+                _send_all(connection, bytes_of(places))
+                _send_all(connection, bytes_of(values))
                 return
         _send_words(connection, words)
-        connection.sendall(bytes_of(now))
+        _send_all(connection, bytes_of(now))
 
 
 class Receiver:
@@ -156,20 +157,29 @@ class Receiver:
         """
         require("receive", POSITIVE.or_none, timeout=timeout)
         self._listening.settimeout(timeout)
-        connection, _ = self._listening.accept()
-        known, self.version = self.version, None
-        with connection:
+        while True:
+            connection, _ = self._listening.accept()
             connection.settimeout(timeout)
             try:
-                words, tensors, damaged = self._exchange(connection, known)
+                _send_words(connection, {"version": self.version, "sender": self._sender})
+                words = _receive_words(connection)
+                break
+            except ValueError as error:
+                connection.close()
+                raise _not_ours(error) from error
+            except ConnectionError:  # a sender that has given up while nobody was here
+                connection.close()
+            except BaseException:
+                connection.close()
+                raise
+        self.version = None
+        with connection:
+            try:
+                tensors, damaged = self._exchange(connection, words)
             except (TimeoutError, PublishError):
                 raise
             except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-                raise PublishError(
-                    f"what arrived is not what to_socket sends: {type(error).__name__}: {error}",
-                    expected="a sender of this library, of the same version",
-                    fix="look at who else uses the port",
-                ) from error
+                raise _not_ours(error) from error
             except OSError as error:
                 raise PublishError(
                     f"the sender is lost: {type(error).__name__}: {error}",
@@ -186,10 +196,8 @@ class Receiver:
         self.version, self._sender, self._tensors = words["version"], words["sender"], tensors
         return Snapshot(words["version"], dict(tensors))
 
-    def _exchange(self, connection: socket.socket, known: int | None) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-        """What the sender says of the version, its tensors, and the names of those that are damaged."""
-        _send_words(connection, {"version": known, "sender": self._sender})
-        words = _receive_words(connection)
+    def _exchange(self, connection: socket.socket, words: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """The tensors of a version, and the names of those that are damaged. words: what the sender says first"""
         metas = {name: TensorMeta(name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in words["tensors"]}
         tensors: dict[str, Tensor] = {}
         damaged = []
@@ -201,7 +209,7 @@ class Receiver:
                 damaged.append(name)
         damaged += [name for name in metas if name not in tensors]
         _send_words(connection, {"version": None if damaged else words["version"], "damaged": damaged})
-        return words, tensors, damaged
+        return tensors, damaged
 
     def _received(self, connection: socket.socket, meta: TensorMeta, before: Tensor | None, count: int | None) -> Tensor:
         if before is None or count is None:
@@ -220,11 +228,25 @@ class Receiver:
         return tensor
 
 
+def _not_ours(error: Exception) -> PublishError:
+    return PublishError(
+        f"what arrived is not what to_socket sends: {type(error).__name__}: {error}",
+        expected="a sender of this library, of the same version",
+        fix="look at who else uses the port",
+    )
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """Its elements as integers, a view of shape (n,)."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(-1).view(_BITS[tensor.itemsize])
+
+
+def _send_all(connection: socket.socket, memory: memoryview) -> None:
+    """The time-out of ``sendall`` is for all of what it gets."""
+    for start in range(0, len(memory), _CHUNK_NBYTES):
+        connection.sendall(memory[start : start + _CHUNK_NBYTES])
 
 
 def _send_words(connection: socket.socket, words: dict[str, Any]) -> None:
@@ -244,14 +266,15 @@ def _receive_words(connection: socket.socket) -> dict[str, Any]:
         )
     text = bytearray(size)
     _receive_into(connection, memoryview(text))
-    return dict(json.loads(text))
+    words = json.loads(text)
+    if not isinstance(words, dict):
+        raise ValueError(f"{words!r}, and no names")
+    return words
 
 
 def _receive_into(connection: socket.socket, memory: memoryview) -> None:
     while memory:
         got = connection.recv_into(memory)
         if got == 0:
-            raise PublishError(
-                "the other end of the connection has gone", expected="all of a version", fix="look at its error; send again"
-            )
+            raise ConnectionAbortedError("the other end has gone")
         memory = memory[got:]

@@ -264,10 +264,27 @@ def test_a_sender_that_is_reset_is_an_error_of_publishing_for_the_reader() -> No
     with Receiver(0) as receiver, ThreadPoolExecutor(1) as pool:
         arrives = pool.submit(receiver.receive, 60.0)
         with socket.create_connection(("127.0.0.1", receiver.port)) as connection:
-            connection.recv(1)
+            tcp._receive_words(connection)
+            tcp._send_words(connection, {"version": 1, "sender": "", "tensors": []})
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
         with pytest.raises(PublishError, match="the sender is lost"):
             arrives.result()
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_senders_that_have_given_up_before_the_reader_came_are_passed_over(resets) -> None:
+    """Symptom: each of them made one receive() raise, and the sender after it time out."""
+    with Receiver(0) as receiver, ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", receiver.port)) as connection:
+                if resets:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        arrives = pool.submit(receiver.receive, 60.0)
+        with socket.create_connection(("127.0.0.1", receiver.port)) as connection:
+            assert tcp._receive_words(connection) == {"version": None, "sender": None}
+            for words in ({"version": 5, "sender": "", "tensors": []}, {}):
+                tcp._send_words(connection, words)
+            assert arrives.result() == Snapshot(5, {})
 
 
 @pytest.mark.parametrize(

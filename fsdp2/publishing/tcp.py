@@ -1,10 +1,10 @@
 """Published weights over a TCP connection, and their reader, which needs no process group.
 
-The reader listens. Each ``send`` connects, learns which version of which sink the reader has, and sends every tensor whole. With
-``changes=True``, a reader that has this sink's version before gets the elements whose bits have changed. A tensor's checksum covers all
-of it, as it is afterwards. A reader that has a complete version answers, so ``send`` returns after that.
+The reader listens. Each ``send`` connects, and the reader says which version it has, and from which sink. By default every tensor is
+sent whole. With ``changes=True``, a reader that has the last version of this sink gets only the elements whose bits have changed. A
+checksum covers the whole tensor as it is afterwards. The reader answers when it has all of a version, and then ``send`` returns.
 
-Worked example, one tensor (1., 2., 3., 4.) of which an optimizer has changed one element, bf16
+Worked example: one bf16 tensor of 4 elements; an optimizer has changed one of them
 
     reader     {"version": 1, "sender": "5f0c.."}
     sender     {"version": 2, "sender": "5f0c..", "tensors": [["w", "torch.bfloat16", [4]]]}

@@ -80,21 +80,23 @@ class _Unit:
         return [(output.meta.name, output.made(whole | kept)) for output in self.outputs]
 
 
-def _checked_piece(meta: TensorMeta, piece: Any) -> Piece | None:
-    is_right = piece is None or (isinstance(piece, tuple) and all(isinstance(each, slice) for each in piece))
-    if is_right and piece:
-        try:  # torch takes no step backwards, for instance
-            torch.empty(meta.shape, device="meta")[piece]
-        except (IndexError, TypeError, ValueError):
-            is_right = False
-    if not is_right:
-        raise ArgumentError(
-            f"pieces returned {piece!r} for {meta.name}, {meta.shape}",
-            expected="a tuple of slices, one for each of its first dims; () for all of it; None to leave it out",
-            fix="return for instance (slice(0, 16),)",
-        )
-    checked: Piece | None = piece
-    return checked
+def _piece_of(meta: TensorMeta, pieces: Callable[[str, tuple[int, ...]], Any]) -> Piece | None:
+    """What ``pieces`` returns for a tensor. Raises: ArgumentError naming it, for what is no piece, and if ``pieces`` raises"""
+    try:
+        piece: Any = pieces(meta.name, meta.shape)
+        if piece is None:
+            return None
+        if isinstance(piece, tuple) and all(isinstance(each, slice) for each in piece):
+            torch.empty(meta.shape, device="meta")[piece]  # torch takes no step backwards, for instance
+            return piece
+        problem, cause = f"returned {piece!r}", None
+    except Exception as error:
+        problem, cause = f"failed: {type(error).__name__}: {error}", error
+    raise ArgumentError(
+        f"pieces, for {meta.name} of shape {meta.shape}, {problem}",
+        expected="a tuple of slices, one for each of its first dims; () for all of it; None to leave it out",
+        fix="return for instance (slice(0, 16),)",
+    ) from cause
 
 
 def _whole(gatherings: list[Gathering]) -> dict[ModelTensor, Tensor]:
@@ -173,9 +175,7 @@ class Weights(Source):
             require("send", FUNCTION.or_none, sink=sink)
             require("send", POSITIVE.or_none, timeout=timeout)
             require("send", FUNCTION.or_none, pieces=pieces)
-            return (
-                {} if pieces is None else {meta.name: _checked_piece(meta, pieces(meta.name, meta.shape)) for meta in self.metadata()}
-            )
+            return {} if pieces is None else {meta.name: _piece_of(meta, pieces) for meta in self.metadata()}
 
         chosen, problem = tried("cannot publish", checked)
         agree_over(self._axes, problem)

@@ -237,7 +237,7 @@ def test_gradients_go_to_the_parameter_that_the_graph_was_made_with():
 
 @on_ranks(2)
 def test_a_constraint_that_a_layer_assigns_to_its_data_in_forward_is_refused():
-    """Symptom: later forwards computed with the first result forever, whatever the optimizer did."""
+    """Symptom: the optimizer stepped, and all later forwards still computed with the first result."""
 
     class Constrained(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
